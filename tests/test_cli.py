@@ -2,22 +2,25 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Phi3Config
 from typer.testing import CliRunner
 
 import volley.cli
+from tests import tiny
 from tests.models.drafters.test_adapter import make_adapter
 from tests.quantised import edit_config
 from volley.cli import app, main
-from volley.errors import CheckpointError, ConfigError, InputError
+from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.files import BUNDLED_TARGETS
 from volley.models.drafters.drafter import Drafter
 from volley.train.options import TrainConfig
 
-from .conftest import TinyPair
+from .conftest import TinyPair, byte_tokenizer
 
 FAST = ("--dtype", "float32", "--threads", "1")
 
@@ -80,7 +83,18 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
             ("generate", "hi", "--tree-nodes", "8", "--denoising-steps", "2"),
             "a tree grows from the probabilities of one draft pass",
         ),
-        (("generate", "hi", "--tree-nodes", "8", "--drafter", "none"), "there is no drafter to grow a tree"),
+        (
+            ("generate", "hi", "--tree-nodes", "8", "--drafter", "none"),
+            "tree_nodes: only a drafter reads such a setting",
+        ),
+        (
+            ("generate", "hi", "--target", "/no", "--denoising-steps", "8"),
+            "denoising_steps: only a drafter reads such a setting",
+        ),
+        (
+            ("serve", "--drafter", "none", "--draft-weights", "int8"),
+            "draft_weights: only a drafter reads such a setting",
+        ),
         (("bench", "--block-sizes", "4,x"), "--block-sizes is '4,x'; give int values separated by commas"),
         (("bench", "--against", "vllm"), "unknown peer 'vllm'"),
         (("bench", "--temperatures", "0,nan"), "--temperatures is '0,nan'; give finite float values"),
@@ -226,6 +240,27 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
         assert "identical to plain decoding's" in said
 
 
+def test_long_factors_are_given_to_a_target_as_it_is_loaded_otherwise(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """A model of both kinds stays one, and how its weights are kept may be said."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 8.0}
+    shape = {**tiny.SHAPE, "vocab_size": 260, "num_hidden_layers": 1, "max_position_embeddings": 128, "pad_token_id": 0}
+    shape |= {"bos_token_id": None, "eos_token_id": None}
+    config = Phi3Config(**shape, original_max_position_embeddings=16)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    config.rope_parameters = {**rope, **factors, "partial_rotary_factor": 1.0}
+    tiny.eager_model(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    edit_config(tmp_path, block_diffusion={"mask_token_id": 3, "canvas_length": 4})
+    options = volley.cli.ModelOptions(target=str(tmp_path), long_context=True, weights="bf16", dtype="float32")
+    target = volley.cli.load_engine(options).target
+    assert target.context_length == 128
+    assert target.diffusion is not None
+    shutil.copytree(tiny_pair.target, tmp_path / "sdar")
+    edit_config(tmp_path / "sdar", model_type="sdar", mask_token_id=3)
+    with pytest.raises(UnsupportedModelError, match="no second set of rotary factors"):
+        volley.cli.load_engine(replace(options, target=str(tmp_path / "sdar")))
+
+
 def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair: TinyPair, tmp_path: Path) -> None:
     from volley import Engine, SamplingParams
     from volley.train.evaluate import evaluate_tau
@@ -326,6 +361,14 @@ def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> 
         "--max-steps", 2, "--eval-prompts", 0, "--eval-share", 0, "--dtype", "float32", "--threads", 1,
     )  # fmt: skip
     assert list(out.rglob("model.safetensors"))
+
+
+def test_inspect_knows_what_is_bundled() -> None:
+    said, _ = run("inspect", "reference-diffusion")
+    assert "answers are exact to the bit" in said
+    assert "nothing is wrong with it" in said
+    said, _ = run("inspect", "reference-dflash", "--target", "reference-diffusion")
+    assert "it fits reference-diffusion" in said
 
 
 def test_export_and_inspect(tiny_pair: TinyPair, tmp_path: Path) -> None:

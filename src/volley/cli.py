@@ -109,7 +109,7 @@ def load_engine(
         import_transformers()
 
     from volley.engine.engine import Engine
-    from volley.models.targets.target import Target
+    from volley.models.targets.diffusion import load_target
 
     if models.threads is not None:
         if models.threads < 1:
@@ -120,12 +120,13 @@ def load_engine(
     if models.drafter is not None:
         options["drafter"] = None if models.drafter == "none" else models.drafter
     dtype = getattr(torch, models.dtype)
-    target: str | Target | None = models.target
+    target: Any = models.target
     if models.long_context and models.tensor_parallel:
         raise ConfigError("long_context is for a target in one process; leave it or tensor_parallel out")
     if models.long_context:
-        target = Target.from_pretrained(models.target or REFERENCE / "target", dtype, models.device, models.weights)
+        target = load_target(models.target or REFERENCE / "target", dtype, models.device, models.weights)
         target.use_long_factors()
+        options["weights"] = "auto"
     return Engine.from_pretrained(target, dtype=dtype, config=decoding, capacity=capacity, **options)
 
 

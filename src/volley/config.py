@@ -1,6 +1,6 @@
 """The settings of an engine: how it decodes, and how much it does at once. Declared here once, with their help texts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -43,6 +43,10 @@ class DraftingConfig:
                 f"draft_window is {self.draft_window}; give at least 1 token, 0 for the whole context, or None for the "
                 "drafter's own"
             )
+
+    def given(self) -> list[str]:
+        """Names of the settings that are not the default."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @names_unknown_fields
@@ -149,6 +153,33 @@ class CapacityConfig:
             raise ConfigError(f"kv_mib is {self.kv_mib}; it must be more than 0")
         if self.num_states is not None and self.num_states < 2:
             raise ConfigError(f"num_states is {self.num_states}; a request and a prefix need at least 2")
+
+
+_OF_DRAFTERS = (
+    "denoising_steps",
+    "denoising_schedule",
+    "denoising_threshold",
+    "draft_window",
+    "draft_kv_dtype",
+    "tree_nodes",
+)
+_DRAFTING_POLICIES = ("feedback", "goodput:drafts")
+
+
+def read_by_drafters(config: DecodingConfig) -> list[str]:
+    """Names of the settings that are given and that mean something only where something drafts."""
+    policy = ["policy"] if config.policy in _DRAFTING_POLICIES else []
+    return policy + [name for name in config.given() if name in _OF_DRAFTERS]
+
+
+def check_undrafted(names: Sequence[str]) -> None:
+    """Refuse settings of drafters, of these names, where there is none."""
+    if names:
+        canvases = " (passes over a canvas are max_steps among the diffusion settings)"
+        raise ConfigError(
+            f"{', '.join(names)}: only a drafter reads such a setting, and there is no drafter; name one (--drafter), or leave "
+            f"{'it' if len(names) == 1 else 'them'} out{canvases if any('denoising' in name for name in names) else ''}"
+        )
 
 
 def split_options(

@@ -31,7 +31,9 @@ class ExportOptions:
 
 @expand
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Folder or GGUF file of a drafter, or of a target.")],
+    path: Annotated[
+        Path, typer.Argument(help="Folder or GGUF file of a drafter or a target, or the name of a bundled one.")
+    ],
     target: Annotated[
         str | None, typer.Option(help="Check that the drafter fits this target: folder or hub name.")
     ] = None,

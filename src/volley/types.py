@@ -419,8 +419,8 @@ class CanvasDraft:
 class TextChunk:
     """A piece of streamed text. ``from_draft`` tells whether its tokens had been drafted, or found in the text.
 
-    With ``DiffusionParams(stream_drafts=True)`` chunks come after other passes too: without text, but with a ``draft``. It
-    takes the place of the one before, and gives way to the next chunk.
+    With ``DiffusionParams(stream_drafts=True)`` chunks come after other passes too: without text, but with a ``draft``, where it
+    is another than the one before. It takes that one's place, and gives way to the next chunk.
     """
 
     text: str

@@ -243,8 +243,9 @@ def test_cases_are_plain_and_every_block_size_with_every_step_count_or_tree() ->
     assert [case.label for case in trees] == ["plain", "B=8", "B=8 N=16"]
     assert BenchConfig().cases(16) == [PLAIN, fixed(16)]
     assert BenchConfig().cases(None) == [PLAIN]
-    with pytest.raises(ConfigError, match="there is no drafter"):
-        config.cases(None)
+    for varied in (config, BenchConfig(denoising_steps=(1, 2))):
+        with pytest.raises(ConfigError, match="there is no drafter"):
+            varied.cases(None)
 
 
 def test_cases_leave_everything_else_as_the_engine_has_it() -> None:

@@ -311,7 +311,8 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
     stats = request.stats
     finished = [(place, own) for place, own in drafts if None not in own.token_ids]
     if mode == "diffusion":
-        assert len(drafts) == stats.denoising_steps - stats.canvases, "what a canvas became is text at once"
+        assert len(drafts) <= stats.denoising_steps - stats.canvases, "what a canvas became is text at once"
+        assert len({(place, *own.token_ids) for place, own in drafts}) == len(drafts), "each shows something new"
         assert all(place + len(own.token_ids) == 21 for place, own in finished), "what is cut off may still be masked"
         for (place, draft), (other, later) in pairwise(drafts):
             pairs = zip(draft.token_ids, later.token_ids, strict=True) if place == other else ()
@@ -325,6 +326,21 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
         assert not drafts
     assert finish(engine, [engine.add_request(PROMPTS[2], params(diffusion=asked))]) == [expected]
     assert request.take_chunks() == []
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 8, 9, 11])
+def test_no_draft_repeats_or_goes_beyond_the_answer(max_tokens: int) -> None:
+    """The last canvas is denoised to its end, which the answer may not reach: these passes show nothing."""
+    target = masked_model(JOINT).target
+    asked = replace(CANVAS, strategy="sequential", max_steps=8, stream_drafts=True)
+    chunks = list(Engine(target, **BLOCKS).stream([1], params(max_tokens=max_tokens, diffusion=asked)))
+    whole = [token for chunk in chunks for token in chunk.token_ids]
+    assert len(whole) == max_tokens
+    drafts = [chunk.draft.token_ids for chunk in chunks if chunk.draft is not None]
+    first, last = min(max_tokens, 8), max_tokens - 8
+    expected = [[*whole[:known], *[None] * (first - known)] for known in range(1, min(first + 1, 8))]
+    expected += [[*whole[8 : 8 + known], *[None] * (last - known)] for known in range(1, last + 1)]
+    assert drafts == expected, "one token a pass, from left to right"
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from volley.errors import CapacityError, ConfigError, MismatchError
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Policy
 from volley.policies.fixed import Feedback, Fixed
+from volley.proposers.scripted import ScriptedProposer
 
 PROMPTS = random_prompts(4, longest=20, seed=9)
 
@@ -143,12 +144,41 @@ def test_a_config_that_the_proposer_refuses_changes_nothing() -> None:
     engine.block_size = 3
 
 
-def test_trees_without_a_drafter_are_refused_and_change_nothing(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tree_nodes", 8),
+        ("denoising_steps", 2),
+        ("denoising_schedule", "sqrt"),
+        ("denoising_threshold", 0.5),
+        ("draft_window", 64),
+        ("draft_kv_dtype", "int8"),
+        ("policy", "feedback"),
+        ("policy", "goodput:drafts"),
+    ],
+)
+def test_settings_of_drafters_are_refused_without_one_and_change_nothing(pair: Pair, name: str, value: Any) -> None:
+    given, told = {name: value}, f"{name}: only a drafter reads such a setting.*name one"
+    with pytest.raises(ConfigError, match=told):
+        Engine(pair.target, **given)
+    with pytest.raises(ConfigError, match=told):
+        Engine.from_pretrained("/a/folder/that/is/not/there", drafter=None, config=DecodingConfig(**given))
     engine = Engine(pair.target)
     before = standing(engine)
-    with pytest.raises(ConfigError, match="no drafter to grow a tree"):
-        engine.reconfigure(DecodingConfig(tree_nodes=8))
+    with pytest.raises(ConfigError):
+        engine.reconfigure(DecodingConfig(**given))
     assert standing(engine) == before
+    assert getattr(Engine(pair.target, pair.drafter, **given).config, name) == value
+
+
+def test_all_of_them_are_named_at_once_and_a_proposer_reads_them(pair: Pair) -> None:
+    told = "denoising_steps, draft_window, draft_weights: only a drafter.* leave them out .passes over a canvas are max_steps"
+    with pytest.raises(ConfigError, match=told):
+        Engine.from_pretrained(pair.target, drafter=None, denoising_steps=2, draft_window=8, draft_weights="int8")
+    assert (
+        Engine(pair.target, proposer=ScriptedProposer(lambda work: [], 4), denoising_steps=2).config.denoising_steps
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from tests.procedures.test_denoising import MASK, Masked, masked_model
 from tests.tiny import finish, random_prompts
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
 from volley.config import KVDtype
+from volley.memory.batch import RaggedBatch
+from volley.memory.kv_store import KVStore
 from volley.models.targets.diffusion import LLADA2, SDAR
 from volley.models.targets.target import Target
 
@@ -46,21 +48,75 @@ def model(request: pytest.FixtureRequest) -> Masked:
     return masked_model(LLADA2 if request.param == "llada2" else SDAR)
 
 
-@pytest.mark.parametrize("steps", [1, 2, None])
-def test_bf16_answers_part_only_where_two_logits_tie(model: Masked, steps: int | None) -> None:
-    half = Target(copy.deepcopy(model.hf).to(torch.bfloat16), None, model.target.diffusion)
+# -- bf16 --------------------------------------------------------------------------------------------------------------
+
+TIE = 0.1
+"""Nats. Measured with 20 models and sets of prompts, both families, 1, 2 or a measured number of passes, on an AMD Zen 4: in 120
+comparisons of 24 answers: sound ones part where the two best tokens are at most 0.031 apart, a step of bf16 at logits of 4 to 8.
+With one of the faults below (8 models, 64 comparisons) the widest such distance is 0.73 to 2.6."""
+SAME = 20
+"""Answers of 24. In the same comparisons 23 or 24 were the same without a fault, and 0 to 6 with one."""
+
+
+class Shifted(Target):
+    """Planted: the masks that verify a draft stand one position too far."""
+
+    def forward(self, batch: RaggedBatch, *rest: Any) -> torch.Tensor:
+        positions = batch.positions.clone()
+        for segment, offset in zip(batch.segments, batch.offsets, strict=False):
+            if segment.parents is not None:
+                chain = (segment.length - segment.canvas) // 2
+                positions[offset + chain : offset + 2 * chain] += 1
+        batch.positions = positions
+        return super().forward(batch, *rest)
+
+
+class Stale(Target):
+    """Planted: the K/V of the first token of a draft stay what the pass over the canvas made of it."""
+
+    def forward(self, batch: RaggedBatch, store: KVStore, *rest: Any) -> torch.Tensor:
+        drafts = [own.table.slots(own.start + 1, own.start + 2) for own in batch.segments if own.parents is not None]
+        places = [(layer, slots) for slots in drafts for layer in range(self.num_layers)]
+        before = [[part.clone() for part in store.read(*place)] for place in places]
+        logits = super().forward(batch, store, *rest)
+        for place, (keys, values) in zip(places, before, strict=True):
+            store.write(*place, keys, values)
+        return logits
+
+
+def compare_in_bf16(model: Masked, steps: int | None, kind: type[Target] = Target) -> tuple[int, float]:
+    """How many of 24 greedy answers of mode `self`, by a target of this ``kind``, are those of one token at a time, and how many
+    nats at most are between the two best tokens where one parts. The mask, which is never chosen, is none of these."""
     prompts = random_prompts(24, vocab=MASK, seed=5)
-    plain = run(half, prompts, params(PLAIN, logprobs=True, top_logprobs=2))
-    found = run(half, prompts, params(drafted(steps)))
-    same = 0
+    by_kind = [own(copy.deepcopy(model.hf).to(torch.bfloat16), None, model.target.diffusion) for own in (Target, kind)]
+    plain = run(by_kind[0], prompts, params(PLAIN, logprobs=True, top_logprobs=3))
+    found = run(by_kind[1], prompts, params(drafted(steps)))
+    gaps = list[float]()
     for one, other in zip(plain, found, strict=True):
         parted = [at for at in range(21) if one.token_ids[at] != other.token_ids[at]]
-        same += not parted
         if parted:
             assert one.top_logprobs is not None
-            (_, first), (_, second) = one.top_logprobs[parted[0]]
-            assert first - second < 0.15, "they are no tie"
-    assert same >= 12
+            first, second, *_ = (logprob for token, logprob in one.top_logprobs[parted[0]] if token != MASK)
+            gaps.append(first - second)
+    return len(prompts) - len(gaps), max(gaps, default=0.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, None])
+def test_bf16_answers_part_only_where_two_logits_tie(model: Masked, steps: int | None) -> None:
+    same, gap = compare_in_bf16(model, steps)
+    assert same >= SAME
+    assert gap < TIE, "they are no tie"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", [Shifted, Stale])
+def test_a_fault_in_verifying_is_seen_in_bf16(model: Masked, kind: type[Target], steps: int) -> None:
+    same, gap = compare_in_bf16(model, steps, kind)
+    assert same < SAME
+    assert gap > TIE
+
+
+# -- quantised pools, prompts and what happens meanwhile ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])

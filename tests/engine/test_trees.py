@@ -299,7 +299,7 @@ def test_what_a_tree_cannot_be_combined_with_is_refused(pair: Pair) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             Engine(pair.target, pair.drafter, **options)
-    with pytest.raises(ConfigError, match="there is no drafter to grow a tree"):
+    with pytest.raises(ConfigError, match="tree_nodes: only a drafter reads such a setting"):
         Engine(pair.target, tree_nodes=8)
     engine = Engine(pair.target, pair.drafter, tree_nodes=8)
     with pytest.raises(ConfigError, match="use denoising_steps=1"):

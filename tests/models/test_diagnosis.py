@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.tiny import VOCAB, eager_model, random_drafter, target_config
-from volley.files import read_json, write_atomically
+from volley.files import BUNDLED_TARGETS, read_json, write_atomically
 from volley.models.checkpoints.checkpoint import HeadConfig
-from volley.models.diagnosis import Diagnosis, diagnose
+from volley.models.diagnosis import Diagnosis, diagnose, holds_target
 from volley.models.drafters.export import export
 from volley.tensors import load_tensors, save_tensors
 
@@ -45,6 +45,19 @@ def test_a_sound_drafter_is_described(folder: Path, form: Any, title: str) -> No
     assert found.facts["for a target of"] == "4 layers, hidden size 32, 50 tokens"
     assert found.facts["weights"].startswith("25 tensors, BF16, 0.")
     assert found.facts["loads in"] == "volley, vLLM, llama.cpp, SGLang, transformers"
+
+
+def test_names_of_what_is_bundled_stand_for_its_folders(tmp_path: Path) -> None:
+    found = diagnose(Path("reference-diffusion"), None)
+    assert (found.title, found.of_target, found.problems) == ("a target of type qwen3", True, [])
+    assert "by block_diffusion" in found.facts["canvases"]
+    drafter = diagnose(Path("reference-markov"), "reference-diffusion")
+    assert (drafter.of_target, drafter.problems) == (False, [])
+    assert holds_target("reference-diffusion")
+    assert not holds_target("reference-markov")
+    export(Path("reference-markov"), tmp_path, "speculators", target="reference-diffusion")
+    verifier = read_json(tmp_path / "config.json")["speculators_config"]["verifier"]
+    assert Path(verifier["name_or_path"]) == BUNDLED_TARGETS["reference-diffusion"], "which others can open"
 
 
 def test_what_other_engines_cannot_load_is_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,12 @@ def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: En
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices and chunk.choices[0].index == 0)
     assert text == answer(engine)
     details = chunks[-1].usage.completion_tokens_details
-    assert len(drafts) >= details.denoising_steps - 10, "a canvas' last pass is text"
+    assert details.denoising_steps / 2 < len(drafts) < details.denoising_steps, "a canvas' last pass is text"
+    for index in (0, 1):
+        shown = [(draft["text"], draft["token_ids"]) for draft in drafts if draft["index"] == index]
+        assert all(before != after for before, after in pairwise(shown)), (
+            "what is behind the end of an answer shows nothing"
+        )
     chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "stream": True}
     talk = list(client.chat.completions.create(**chat, extra_body={"diffusion": own}))  # type: ignore[call-overload]
     assert any(hasattr(chunk, "draft") for chunk in talk)

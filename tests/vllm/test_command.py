@@ -160,6 +160,15 @@ def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("given", [("--denoising-steps", 2), ("--policy", "goodput"), ("--greedy-only",)])
+def test_settings_of_drafters_are_refused_without_one(tiny_pair: TinyPair, given: tuple[Any, ...]) -> None:
+    name = given[0].removeprefix("--").replace("-", "_")
+    for drafter in ((), ("--drafter", "none")):
+        with pytest.raises(ConfigError, match=f"{name}: only a drafter reads such a setting"):
+            line(tiny_pair.target, *drafter, *given)
+
+
+@pytest.mark.usefixtures("installed")
 def test_the_server_takes_the_place_of_the_process(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("os.execv", lambda *given: started.append(given))

@@ -173,10 +173,11 @@ class BenchConfig:
         base = replace(decoding or DecodingConfig(), policy=None, block_size=None, denoising_steps=1, tree_nodes=None)
         decided = [Case("volley", replace(base, policy=policy), drafter_block_size or 1) for policy in self.policies]
         if drafter_block_size is None:
-            if self.block_sizes or any(self.tree_nodes) or set(self.policies) - {"goodput"}:
+            varied = self.block_sizes or any(self.tree_nodes) or {*self.denoising_steps} - {1}
+            if varied or set(self.policies) - {"goodput"}:
                 raise ConfigError(
-                    "block sizes, tree nodes or policies were given but there is no drafter; name one, or leave out all but "
-                    "policy goodput, which copies from the text"
+                    "block sizes, denoising steps, tree nodes or policies were given but there is no drafter; name one, or leave "
+                    "out all but policy goodput, which copies from the text"
                 )
             return [PLAIN, *decided]
         sizes = self.block_sizes or (drafter_block_size,)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from volley.chat import Prompt, encode_prompt, is_one_prompt
-from volley.config import CapacityConfig, DecodingConfig, split_options
+from volley.config import CapacityConfig, DecodingConfig, check_undrafted, read_by_drafters, split_options
 from volley.decode.grammars import Grammars
 from volley.decode.work import Work
 from volley.engine.ahead import Ahead
@@ -55,7 +55,7 @@ from volley.procedures.make import Procedures
 from volley.procedures.request import Procedure, Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
-from volley.proposers.make import make_draft_model, make_proposer
+from volley.proposers.make import check_settings, make_draft_model, make_proposer
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
 
 OnVerified = Callable[[Request, Proposal, Verdict], None]
@@ -179,9 +179,11 @@ class Engine:
         ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """
         own = {name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}}
-        split_options(own, options.get("config"), options.get("capacity"))
+        config, _ = split_options(own, options.get("config"), options.get("capacity"))
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
+        if drafter is None and options.get("proposer") is None:  # said before the target is loaded
+            check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target = load_target(target or REFERENCE / "target", dtype, device, weights, tensor_parallel=tensor_parallel)
         engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
@@ -397,7 +399,7 @@ class Engine:
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
         check_exact(self.target, self.runner.store, config)
-        self._check_trees(config)
+        check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         if self.proposer is not None:
             self.proposer.configure(config)
         try:
@@ -410,7 +412,7 @@ class Engine:
         self.config = self.procedure.config = config
 
     def _make_policy(self, config: DecodingConfig, costs: Costs) -> Policy:
-        self._check_trees(config)
+        check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         policy = make_policy(self._policy_spec(config), self.drafter)
         policy.attach(self.proposer.block_size if self.proposer else 1, costs)
         policy.rehearse()
@@ -421,12 +423,6 @@ class Engine:
             return f"fixed:{config.block_size}"
         usual = DEFAULT_POLICY if self.proposer is not None and config.tree_nodes is None else "fixed"
         return cast(str | Policy, config.policy or usual)
-
-    def _check_trees(self, config: DecodingConfig) -> None:
-        if config.tree_nodes is not None and not self._can_grow_trees:
-            raise ConfigError(
-                f"tree_nodes is {config.tree_nodes} and there is no drafter to grow a tree, or its head has a state; use None"
-            )
 
     @property
     def policy(self) -> Policy:

@@ -13,8 +13,7 @@ from volley.errors import ConfigError, UnsupportedModelError
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import quantisation_of
-from volley.models.targets.diffusion import load_target_config
-from volley.models.targets.loading import auto_class, choose_weights
+from volley.models.targets.loading import auto_class, choose_weights, load_config
 from volley.models.targets.recurrent import RECURRENT_LAYERS
 from volley.models.targets.target import Target
 from volley.models.targets.traits import has_experts
@@ -65,7 +64,7 @@ def foresee_exactness(path: str | Path) -> str:
 
     Raises UnsupportedModelError where these are refused.
     """
-    config = copy.deepcopy(load_target_config(path))
+    config = copy.deepcopy(load_config(path))
     weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
     quantisation = quantisation_of(config)
     if quantisation is not None and quantisation.inputs:

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from volley.errors import VolleyError
-from volley.files import read_json, weight_files
+from volley.files import find_target, read_json, weight_files
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.checkpoints.eagle_format import is_eagle
 from volley.models.checkpoints.formats import (
@@ -34,9 +34,9 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
-from volley.models.targets.diffusion import canvases, load_target_config
+from volley.models.targets.canvases import canvases
 from volley.models.targets.folders import file_problems
-from volley.models.targets.loading import drafter_path
+from volley.models.targets.loading import drafter_path, load_config
 from volley.models.targets.target import check_config
 
 
@@ -59,7 +59,7 @@ class Diagnosis:
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
     """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
-    found, path = Diagnosis(), drafter_folder(path)
+    found, path = Diagnosis(), drafter_folder(Path(find_target(path)))
     config: DrafterConfig | None = None
     if is_gguf(path):
         return _diagnose_target(path) if _is_gguf_target(path) else _diagnose_gguf(path, target)
@@ -104,7 +104,7 @@ def is_target(raw: Mapping[str, Any]) -> bool:
 
 def holds_target(path: str | Path) -> bool:
     """Whether a folder, GGUF file or hub name is that of a language model, and of no drafter."""
-    folder = drafter_folder(drafter_path(path))
+    folder = drafter_folder(drafter_path(find_target(path)))
     return _is_gguf_target(folder) if is_gguf(folder) else is_target(read_json(folder / "config.json"))
 
 
@@ -121,7 +121,7 @@ def _diagnose_target(path: Path) -> Diagnosis:
     if kind is not None:
         found.facts["canvases"] = kind
     try:
-        config = load_target_config(path)
+        config = load_config(path)
         text = config.get_text_config()
         found.title = f"a target of type {config.model_type}"
         found.facts["shape"] = (

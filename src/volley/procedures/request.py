@@ -125,7 +125,9 @@ class Request:
     canvas: Canvas | None = None
     """The canvas that a diffusion language model is denoising; a preemption does not drop it."""
     shown: tuple[int, int] = (0, 0)
-    """Start and number of passes of the canvas when it was last streamed as a draft."""
+    """Start and number of passes of the canvas when it was last looked at for a draft."""
+    drafted: tuple[str, list[int | None]] = ("", [])
+    """Text and tokens of the draft that stands in the stream."""
     denoised_at: int = 0
     """The scheduler's step in which its canvas was last denoised or committed."""
     lookup: Lookup = field(default_factory=Lookup)
@@ -269,19 +271,24 @@ class Request:
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
 
     def take_draft(self) -> CanvasDraft | None:
-        """The canvas as a draft, if the request streams drafts and a pass has changed it since the last call."""
+        """The canvas as far as the answer goes, if the request streams drafts and that is not the draft of the last call."""
         canvas, own = self.canvas, self.params.diffusion
         if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
             return None
         now = (canvas.start, canvas.step)
         if canvas.step == 0 or now == self.shown:
             return None
+        if canvas.start != self.shown[0]:  # text has taken the place of the one before
+            self.drafted = ("", [])
         self.shown = now
         self.write()
         tokens = canvas.draft()[max(0, self.length - canvas.start) :][: self.remaining]
         ends = [place for place, token in enumerate(tokens) if token in self.stop_token_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         text = self.text[self.emitted_text :] + self.detokenizer.peek(tokens, MASKED)
+        if (text, tokens) == self.drafted:  # the pass changed what is behind the end of the answer, or nothing
+            return None
+        self.drafted = (text, tokens)
         return CanvasDraft(canvas.step, text, tokens)
 
     def result(self) -> GenerationResult:

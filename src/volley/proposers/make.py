@@ -1,6 +1,7 @@
 """The model and the proposer for each kind of drafter."""
 
-from volley.config import DraftingConfig
+from volley.config import DecodingConfig, DraftingConfig, check_undrafted, read_by_drafters
+from volley.errors import ConfigError
 from volley.memory.kv_store import KVStore
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
@@ -28,3 +29,13 @@ def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> 
     if page_size:
         proposer.use_fixed_memory(page_size)
     return proposer
+
+
+def check_settings(config: DecodingConfig, proposer: Proposer | None, *, can_grow_trees: bool) -> None:
+    """Refuse settings of drafts that nothing makes: of any where there is no ``proposer``, and of trees that it cannot grow."""
+    if proposer is None:
+        check_undrafted(read_by_drafters(config))
+    elif config.tree_nodes is not None and not can_grow_trees:
+        raise ConfigError(
+            f"tree_nodes is {config.tree_nodes}, and this drafter grows no tree: its head has a state; use None"
+        )

@@ -85,6 +85,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
     Raises ConfigError where the folder holds a tuning of other options, or a model, and where another process tunes in it.
     """
     make_folder(config.out)
+    read_config(config.target)  # what is wrong with it is said before anything is collected
     if (config.out / "config.json").exists():
         raise ConfigError(
             f"{config.out} holds a model (config.json), which a tuning would hide behind; give another --out"

@@ -2,13 +2,13 @@
 
 import os
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from volley.config import DraftingConfig
+from volley.config import DraftingConfig, check_undrafted
 from volley.errors import ConfigError
 from volley.files import REFERENCE, find_target, read_json
 from volley.options import expand
@@ -64,6 +64,8 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
         engine_args = _recording(options, drafting, TargetShape.from_pretrained(target).num_layers)
     elif drafter is not None and drafter != "none":
         engine_args = _speculation(target, drafter, options, drafting, args)
+    else:
+        check_undrafted(drafting.given() + ["greedy_only"] * options.greedy_only)
     line = launch.command_line(target, engine_args, args)
     typer.echo(shlex.join(line), err=not options.dry_run)
     if not options.dry_run:
@@ -77,11 +79,9 @@ def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) 
 
     if options.record is None:
         raise ConfigError("taps and record_final say what to record; give --record FOLDER")
-    given = {"drafter": options.drafter is not None, "greedy_only": options.greedy_only}
-    given |= {field.name: getattr(drafting, field.name) != field.default for field in fields(drafting)}
-    for name, is_given in given.items():
-        if is_given:
-            raise ConfigError(f"a vLLM that records does not draft; leave out --{name.replace('_', '-')}, or --record")
+    given = ["drafter"] * (options.drafter is not None) + ["greedy_only"] * options.greedy_only + drafting.given()
+    if given:
+        raise ConfigError(f"a vLLM that records does not draft; leave out --{given[0].replace('_', '-')}, or --record")
     taps = choose_taps(parse_taps(options.taps), num_layers)
     return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
 

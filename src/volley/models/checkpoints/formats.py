@@ -243,9 +243,17 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
 
 
 def write_checkpoint(
-    path: Path, checkpoint: Checkpoint, form: Format, verifier: str | None = None, architectures: tuple[str, ...] = ()
+    path: Path,
+    checkpoint: Checkpoint,
+    form: Format,
+    verifier: str | None = None,
+    architectures: tuple[str, ...] = (),
+    tokenizer: Any = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, or one file; ``verifier`` and its ``architectures`` name the target."""
+    """Write ``config.json`` and ``model.safetensors``, or one file; ``verifier`` and its ``architectures`` name the target.
+
+    A GGUF file has the tokens of the target's ``tokenizer``.
+    """
     problems = obstacles(checkpoint.config, form)
     if problems:
         raise ConfigError(f"the drafter cannot be written in {TITLES[form]}: {'; '.join(problems)}")
@@ -253,7 +261,7 @@ def write_checkpoint(
         checkpoint = without_confidence(checkpoint)
     if form == "gguf":
         assert verifier is not None
-        write_gguf(path, checkpoint, verifier)
+        write_gguf(path, checkpoint, verifier, tokenizer)
         return
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     if form == "speculators":

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import replaced
@@ -162,10 +161,10 @@ def _read_scaling(file: GGUFFile) -> dict[str, Any] | None:
     return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
 
-def write_gguf(path: Path, checkpoint: Checkpoint, target: str) -> None:
-    """Write the file ``path``, with the tokens of ``target`` (a GGUF file or a folder)."""
+def write_gguf(path: Path, checkpoint: Checkpoint, target: str, tokenizer: Any) -> None:
+    """Write the file ``path``, with the tokens of ``target``: a GGUF file, or a folder whose ``tokenizer`` is given."""
     package, config = gguf_package(), checkpoint.config
-    tokens = _tokens_of_file(GGUFFile(target)) if is_gguf(target) else _tokens_of_folder(target, config)
+    tokens = _tokens_of_file(GGUFFile(target)) if is_gguf(target) else _tokens_of(tokenizer, target, config)
     with replaced(path) as temporary:
         writer = package.GGUFWriter(temporary, ARCHITECTURE)
         writer.add_name(f"{config.num_hidden_layers}-layer drafter")
@@ -260,9 +259,8 @@ def _tokens_of_file(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in named.items() if key.startswith("tokenizer.")}
 
 
-def _tokens_of_folder(target: str, config: DrafterConfig) -> dict[str, Any]:
+def _tokens_of(tokenizer: Any, target: str, config: DrafterConfig) -> dict[str, Any]:
     """A byte-level BPE tokenizer. llama.cpp cuts no text with a drafter's, so the way to split it is not looked for."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(target)
     model: Mapping[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ConfigError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import write_atomically
+from volley.files import find_target, write_atomically
 from volley.models.checkpoints.certificate import read_certificate
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import (
@@ -22,9 +22,9 @@ from volley.models.checkpoints.formats import (
 )
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import ResidualHead
+from volley.models.gguf.file import is_gguf
 from volley.models.layers.fingerprint import drafter_fingerprint
-from volley.models.targets.diffusion import load_target_config
-from volley.models.targets.loading import load_causal_lm, reading
+from volley.models.targets.loading import auto_tokenizer, load_causal_lm, load_config, reading
 from volley.tensors import check_weights
 
 
@@ -65,6 +65,7 @@ def export(
         write_checkpoint(out, checkpoint, to)
         _copy_certificate(drafter, out, to, is_same=not drop_head)
         return checkpoint
+    target = str(find_target(target))
     shape = TargetShape.from_pretrained(target)
     shape.check(checkpoint.config)
     brings = checkpoint.config.own_embedding or checkpoint.config.draft_vocab_size
@@ -78,7 +79,8 @@ def export(
             checkpoint = with_ends(checkpoint, ends)
         elif to in ("sglang", "transformers"):
             checkpoint = without_ends(checkpoint, ends)
-    write_checkpoint(out, checkpoint, to, target, shape.architectures)
+    tokenizer = None if to != "gguf" or is_gguf(target) else auto_tokenizer(target)
+    write_checkpoint(out, checkpoint, to, target, shape.architectures, tokenizer)
     drafts_the_same = with_embeddings or checkpoint.config.draft_vocab_size == drafted
     is_same = drafts_the_same and draft_vocab_size is None and not drop_head
     _copy_certificate(drafter, out, to, is_same=is_same)
@@ -128,7 +130,7 @@ class TargetShape:
     def from_pretrained(cls, name: str | Path) -> Self:
         """Read the config of a folder or of a model on the hub, no weights."""
         with reading(name, "the target's config"):
-            config = load_target_config(name)
+            config = load_config(name)
             text = config.get_text_config()
             architectures = tuple(config.architectures or ())
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)

@@ -1,19 +1,18 @@
 """Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import find_target
 from volley.memory.device import usable_device
-from volley.models.gguf.file import is_gguf
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
+from volley.models.targets.canvases import DENOISED, check_known, config_values, kind_of
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target, load_tokenizer
@@ -51,15 +50,8 @@ anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the 
 SELF_STRATEGY: Strategy = "low_confidence_static"
 """Self-speculation drafts whole canvases."""
 
-_NATIVE = {"sdar": ("qwen3", SDAR), "sdar_moe": ("qwen3_moe", SDAR), "fast_dllm_qwen": ("qwen2", FAST_DLLM)}
-"""Families whose weights are those of an architecture that transformers has, by ``model_type`` in lower case."""
-_DENOISED = (*_NATIVE, "diffusion_gemma")
+_NATIVE = {"sdar": SDAR, "sdar_moe": SDAR, "fast_dllm_qwen": FAST_DLLM}
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
-_REFUSED = {
-    "llada": "every token sees every other, so no K/V can be kept",
-    "dream": "every token sees every other, so no K/V can be kept",
-    "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint",
-}
 
 
 def load_target(
@@ -88,17 +80,17 @@ def load_target(
         _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
-    values = _config_values(path)
-    kind = str(values.get("model_type", "")).lower()
+    values = config_values(path)
+    kind = kind_of(values)
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
-    if weights not in ("auto", "bf16") and kind in _DENOISED:
+    if weights not in ("auto", "bf16") and kind in DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
-    _check_known(path, kind)
-    if kind in _DENOISED:
+    check_known(path, kind)
+    if kind in DENOISED:
         check_files(path)
         with reading(path, "the diffusion model", remedy), bar_of_a_long_load():
             if kind in _NATIVE:
-                return _load_native(path, values, *_NATIVE[kind], dtype, device)
+                return _load_native(path, values, _NATIVE[kind], dtype, device)
             from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
 
             return DiffusionGemma.from_folder(path, dtype, device)
@@ -108,35 +100,14 @@ def load_target(
     return target
 
 
-def _check_known(path: str | Path, kind: str) -> None:
-    if kind in _REFUSED:
-        raise UnsupportedModelError(
-            f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
-            f"({', '.join(_DENOISED)})"
-            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
-        )
-
-
 def _check_divisible(path: str | Path) -> None:
     """Refuse to divide a diffusion language model, with its own reason."""
-    kind = str(_config_values(path).get("model_type", "")).lower()
-    _check_known(path, kind)
-    if kind in _DENOISED:
+    kind = kind_of(config_values(path))
+    check_known(path, kind)
+    if kind in DENOISED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
         )
-
-
-def _config_values(path: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says; nothing for a GGUF file, or if it cannot be read, as the loader of causal LMs says why."""
-    if is_gguf(path):
-        return {}
-    try:
-        values, _ = PretrainedConfig.get_config_dict(path)
-    except Exception:
-        return {}
-    found: dict[str, Any] = values
-    return found
 
 
 def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
@@ -152,41 +123,17 @@ def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
     return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(usual))
 
 
-def load_target_config(path: str | Path) -> PretrainedConfig:
-    """The config of any target that :func:`load_target` loads as a causal LM or with the weights of one."""
-    path = find_target(path)
-    values = _config_values(path)
-    kind = str(values.get("model_type", "")).lower()
-    _check_known(path, kind)
-    return _native_config(values, _NATIVE[kind][0]) if kind in _NATIVE else load_config(path)
-
-
-def canvases(values: Mapping[str, Any]) -> str | None:
-    """Whose canvases a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
-    kind = str(values.get("model_type", "")).lower()
-    if kind in _DENOISED or kind in _REFUSED:
-        return f"those of {kind}"
-    return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
-
-
-def _native_config(values: dict[str, Any], model_type: str) -> PretrainedConfig:
-    plain = {name: value for name, value in values.items() if name not in ("auto_map", "model_type", "architectures")}
-    return AutoConfig.for_model(model_type, **plain)
-
-
 def _load_native(
     path: str | Path,
     values: dict[str, Any],
-    model_type: str,
     family: BlockDiffusion,
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> Target:
-    config = _native_config(values, model_type)
     where = usable_device(device)
-    model = load_model(AutoModelForCausalLM, path, config, dtype, **straight_to(where)).to(where).eval()
+    model = load_model(AutoModelForCausalLM, path, load_config(path), dtype, **straight_to(where)).to(where).eval()
     accelerate(model, release=True)
-    tokenizer = load_tokenizer(path, PretrainedConfig())  # as saved: a Qwen2 would get the class of Qwen2
+    tokenizer = load_tokenizer(path)
     return Target(model, tokenizer, _as_saved(family, values, tokenizer))
 
 

@@ -39,6 +39,7 @@ from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
 from volley.models.quantised.stored_codes import attach
+from volley.models.targets.canvases import NATIVE, check_causal, check_known, config_values, kind_of
 from volley.models.targets.folders import HUB_NAME, check_config_file
 from volley.native import TargetWeights, Weights
 
@@ -61,11 +62,17 @@ def reading(
 
 
 def load_config(path: str | Path) -> PretrainedConfig:
-    """The config of a causal LM; no weights are read."""
+    """The config of a target; no weights are read. Of a diffusion language model it is that of the weights' architecture."""
     path = find_target(path)
     if is_gguf(path):
         return read_config(GGUFFile(path))
     check_config_file(path)
+    values = config_values(path)
+    kind = kind_of(values)
+    check_known(path, kind)
+    if kind in NATIVE:
+        named = ("auto_map", "model_type", "architectures")
+        return AutoConfig.for_model(NATIVE[kind], **{name: own for name, own in values.items() if name not in named})
     try:
         with _unknown_refused(path, _known_type(path) or "a model whose type transformers knows"):
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -119,6 +126,7 @@ def load_causal_lm(
         if is_gguf(path):
             kind = torch.float32 if isinstance(dtype, str) else dtype
             return load_gguf(path, kind, attention or "sdpa").to(device)
+        check_causal(path)
         config = load_config(path)
         kind = auto_class(config)
         if device.type == "cpu" and (model := _mapped(kind, path, config, dtype, attention)):
@@ -221,11 +229,12 @@ def _not_given(what: str, name: str | Path, error: Exception) -> CheckpointError
     )
 
 
-def auto_tokenizer(path: str | Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to a model of this ``config``, by default of the one in its folder."""
+def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a target. A diffusion language model's is as it was saved, not of the weights' architecture."""
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
+    config = PretrainedConfig() if kind_of(config_values(path)) in NATIVE else None
     with _unknown_refused(path, "one with a tokenizer.json"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     return tokenizer

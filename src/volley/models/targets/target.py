@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from transformers import (
     AttentionInterface,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -39,6 +38,7 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedDecoder, is_gated_layer
 from volley.models.layers.products import is_linear
 from volley.models.layers.residency import giving_back
+from volley.models.targets.canvases import check_causal
 from volley.models.targets.folders import check_files
 from volley.models.targets.latent import LatentAttention, attach_latents
 from volley.models.targets.loading import auto_tokenizer, choose_weights, load_config, load_for_codes, reading
@@ -402,6 +402,7 @@ class Target:
         with giving_back():
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
+                check_causal(path)
                 check_config(load_config(path))
                 check_files(path)
                 model, fill = load_for_codes(path, dtype, kind, device)
@@ -437,9 +438,9 @@ def reading_target(path: str | Path) -> Iterator[None]:
             ) from error
 
 
-def load_tokenizer(path: str | Path, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     with reading(path, "the tokenizer", "put the target's tokenizer files there again"):
-        tokenizer = auto_tokenizer(path, config)
+        tokenizer = auto_tokenizer(path)
     if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
