@@ -24,6 +24,23 @@ def test_text_is_never_taken_back_and_complete_at_the_end(text: str, noise: list
     assert "".join(pieces) == raw.decode(errors="replace")
 
 
+@given(
+    runs=st.lists(st.tuples(st.text(max_size=12), st.lists(st.integers(0, 255), max_size=3)), max_size=4),
+    is_last=st.booleans(),
+)
+def test_tokens_together_are_the_text_of_each_after_the_other(runs: list[tuple[str, list[int]]], is_last: bool) -> None:
+    tokens = [byte_ids(text.encode() + bytes(noise)) for text, noise in runs]
+    together, single = Detokenizer(tokenizer()), Detokenizer(tokenizer())
+    told, expected = "", ""
+    for place, run in enumerate(tokens):
+        ends = is_last and place == len(tokens) - 1
+        told += together.push_all(run, last=ends)
+        expected += "".join(single.push(token, last=ends and i == len(run) - 1) for i, token in enumerate(run))
+        if not ends:
+            assert expected.startswith(told)
+    assert told + together.flush() == expected + single.flush()
+
+
 @given(text=st.text(st.sampled_from("a é😀"), max_size=20), cut=st.integers(0, 20))
 def test_texts_of_vocabularies_that_mark_words_and_fall_back_to_bytes(text: str, cut: int) -> None:
     """Of the Llama 2 kind, whose decoder drops a first space and has a mark for each byte of an unfinished character."""
@@ -41,6 +58,7 @@ def test_texts_of_vocabularies_that_mark_words_and_fall_back_to_bytes(text: str,
     detokenizer = Detokenizer(words, before=before)
     told = [detokenizer.push(token, last=i == len(after) - 1) for i, token in enumerate(after)]
     assert "".join(told) == text[max(0, cut - 1) :]
+    assert Detokenizer(words, before=before).push_all(after, last=True) == "".join(told)
 
 
 @functools.cache
@@ -80,6 +98,7 @@ def test_special_tokens_are_not_text() -> None:
 def test_without_a_tokenizer_every_text_is_empty() -> None:
     detokenizer = Detokenizer(None)
     assert [detokenizer.push(token, last=token == 2) for token in range(3)] == ["", "", ""]
+    assert detokenizer.push_all([1, 2]) == ""
 
 
 def test_a_look_ahead_keeps_nothing() -> None:

@@ -352,3 +352,17 @@ def test_reading_again_is_no_commit(target: Target) -> None:
     finish(engine, [request])
     assert request.stats.preemptions == 1
     assert request.stats.commit_passes <= 1
+
+
+@pytest.mark.parametrize(("num_pages", "are_kept"), [(100, True), (6, False)])
+def test_a_canvas_that_goes_on_keeps_its_pages_where_there_are_many(
+    target: Any, num_pages: int, are_kept: bool
+) -> None:
+    engine = engine_of(target, page_size=4, num_pages=num_pages)
+    request = engine.add_request(PROMPTS[2], SamplingParams(max_tokens=CANVAS, temperature=1.0, seed=0))
+    while request.canvas is None or request.canvas.step == 0:
+        engine.step()
+        assert request.finish_reason is None
+    assert (request.table.capacity >= request.canvas.start + len(request.canvas)) == are_kept
+    engine.check_integrity()
+    finish(engine, [request])

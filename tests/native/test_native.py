@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
@@ -104,6 +104,43 @@ def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool
         assert torch.equal(x, expected)
     native.norm_and_turn(alone, norms, cos[-1:].clone(), sin[-1:].clone(), queries, keys, 1e-6)
     assert torch.equal(alone, x[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), seed=SEEDS)
+def test_a_norm_that_is_added_in_fp32(rows: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    before, x, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
+    found = native.add_norm(before, x, weight, 1e-6)
+    torch.testing.assert_close(found, before + rms_norm(x, (size,), weight, 1e-6))
+
+
+@given(
+    rows=st.integers(1, 9),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (8, 1)]),
+    dim=st.sampled_from([2, 8, 22, 64]),
+    has_values=st.booleans(),
+    seed=SEEDS,
+)
+def test_norm_and_turn_in_fp32(rows: int, heads: tuple[int, int], dim: int, has_values: bool, seed: int) -> None:
+    """Of projections that have values of their own, or whose values are the keys before their norm."""
+    torch.manual_seed(seed)
+    queries, keys = heads
+    x, angles = torch.randn(rows, queries + (1 + has_values) * keys, dim), torch.rand(rows, dim // 2).repeat(1, 2) * 6
+    cos, sin, norms = angles.cos(), angles.sin(), (torch.randn(dim), torch.randn(dim))
+    found = native.norm_and_turn_floats(x, norms, cos, sin, queries, keys, 1e-6)
+    turned_heads = zip((x[:, :queries], x[:, queries : queries + keys]), norms, strict=True)
+    parts = [turned(rms_norm(part, (dim,), weight, 1e-6), cos, sin) for part, weight in turned_heads]
+    expected = torch.cat([*parts, rms_norm(x[:, -keys:], (dim,), None, 1e-6)], dim=1)
+    torch.testing.assert_close(found, expected)
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
+def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, 2 * size) * scale
+    gate, up = x.chunk(2, dim=-1)
+    found = native.gated_gelu(x)
+    torch.testing.assert_close(found, gelu(gate, approximate="tanh") * up, atol=2e-6 * scale, rtol=2e-6)
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)

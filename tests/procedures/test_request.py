@@ -52,6 +52,22 @@ def test_a_stop_token_ends_a_request_and_belongs_to_it() -> None:
     assert own.num_output == 2
 
 
+@pytest.mark.parametrize("end", [{"max_tokens": 9}, {"stop_token_ids": (8,)}, {"stop": ("i",)}])
+def test_a_request_that_nobody_streams_has_the_same_text_and_no_chunks(end: dict[str, Any]) -> None:
+    """Chunks are made where a stop string is looked for: it may end the request after any token."""
+    texts = set[str]()
+    for is_streamed in (True, False):
+        own = lettered(**end)
+        own.is_streamed = is_streamed
+        for tokens in ([0], [1, 2], [3, 4, 5, 6, 7, 8, 9]):
+            own.append(tokens, 0)
+            own.write()
+        assert own.finish_reason is not None
+        assert bool(own.chunks) == (is_streamed or "stop" in end)
+        texts.add(own.result().text)
+    assert len(texts) == 1
+
+
 def test_a_stop_string_is_cut_off_and_what_may_begin_one_waits() -> None:
     own = lettered(stop=("cde",))
     own.append([1, 2], 0)

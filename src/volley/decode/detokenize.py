@@ -40,6 +40,10 @@ class Detokenizer:
         """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
         self.decode = _decoder(tokenizer, skip_special_tokens)
         self._is_silent = tokenizer is None
+        self._begin(before)
+
+    def _begin(self, before: Sequence[int]) -> None:
+        """Go on behind these tokens, the text of which is out."""
         self._token_ids = list(before[-self._CONTEXT :])
         while (known := self.decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
             del self._token_ids[0]
@@ -71,6 +75,19 @@ class Detokenizer:
             text = self.decode(self._token_ids[self._start :])
             self._known = text[: len(text) - held]
         return new
+
+    def push_all(self, token_ids: list[int], *, last: bool = False) -> str:
+        """What :meth:`push` makes of one after the other, decoded at once where no character is unfinished behind them."""
+        if self._is_silent:
+            return ""
+        if len(token_ids) > self._CONTEXT:
+            text = self.decode(self._token_ids[self._start :] + token_ids)
+            if last or not text.endswith("\ufffd"):
+                new = text[len(self._known) :]
+                self._begin(token_ids)
+                return new
+        end = len(token_ids) - 1
+        return "".join(self.push(token, last=last and place == end) for place, token in enumerate(token_ids))
 
     def flush(self) -> str:
         """What is left of an unfinished character, for the end of a text."""

@@ -51,12 +51,14 @@ class Renoise(Denoiser):
 
     def _step_alike(self, looks: list[Look]) -> None:
         """Canvases of one length L, whose rows are ``[N, L, V]``."""
-        raw = looks[0].logits[None] if len(looks) == 1 else torch.stack([look.logits for look in looks])
-        logits = raw / upload(temperatures(looks), raw.device)[:, None, None]
+        heat = upload(temperatures(looks), looks[0].logits.device)[:, None, None]
+        together = torch.stack([look.logits for look in looks]) if len(looks) > 1 else None
+        logits = looks[0].logits[None] / heat if together is None else together.div_(heat)
         best = candidates = likeliest(logits.flatten(0, 1)).view(logits.shape[:-1])
         if any(look.sampling.temperature > 0 for look in looks):
             candidates = _drawn(looks, logits, best)
-        entropy = torch.cat([_entropy(rows) for rows in _parts(logits.flatten(0, 1))]).view_as(best)
+        parts = [_entropy(rows) for rows in _parts(logits.flatten(0, 1))]
+        entropy = (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(best)
         best, candidates, entropy = read_together(best, candidates, entropy)
         random = torch.stack(
             [own.noise.tokens(own.canvas.start, own.canvas.step + 1, len(own.canvas), self.vocab_size) for own in looks]
@@ -66,12 +68,13 @@ class Renoise(Denoiser):
         confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
         rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
         for (canvas, _, _, params, _), is_sure, own_best, own_new, own_confidence, own_logits in rows:
-            given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
+            before, wanted = canvas.tokens, params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
             canvas.tokens = own_best.clone() if canvas.done else own_new
-            canvas.tokens[: canvas.num_given] = given
+            if canvas.num_given:
+                canvas.tokens[: canvas.num_given] = before[: canvas.num_given]
             canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
 
@@ -119,16 +122,18 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
     for row, (canvas, _, sampling, _, noise) in enumerate(looks):
         if sampling.temperature == 0:
             continue
-        _filter(probs[row], sampling)
+        if _is_filtered(sampling):
+            _filter(probs[row], sampling)
         own = noise.canvas_uniforms(canvas.start, canvas.step, len(canvas))
         if own is None:
             found[row] = noise.choose(probs[row], canvas.start, canvas.step)
         else:
             rows.append(row)
             uniforms.append(own)
+    if len(rows) == len(looks):
+        return draw(probs.flatten(0, 1), np.concatenate(uniforms)).view_as(best)
     if rows:
-        weights = probs if len(rows) == len(looks) else probs[rows]
-        found[rows] = draw(weights.flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
+        found[rows] = draw(probs[rows].flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
     return found
 
 
@@ -140,11 +145,15 @@ def _parts(logits: Tensor) -> tuple[Tensor, ...]:
 def _entropy(logits: Tensor) -> Tensor:
     """The entropy of each row, to the bit what torch's ``Categorical`` gives transformers."""
     logs = logits - logits.logsumexp(dim=-1, keepdim=True)
-    return -(logs.clamp(min=torch.finfo(logs.dtype).min) * logs.softmax(dim=-1)).sum(dim=-1)
+    probs = logs.softmax(dim=-1)
+    return logs.clamp_(min=torch.finfo(logs.dtype).min).mul_(probs).sum(dim=-1).neg_()
+
+
+def _is_filtered(sampling: SamplingParams) -> bool:
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 def _filter(probs: Tensor, sampling: SamplingParams) -> None:
     """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
-    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-        for rows in _parts(probs):
-            rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))
+    for rows in _parts(probs):
+        rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))

@@ -309,6 +309,7 @@ class Engine:
         requests.clear()  # what was answered is held by the caller alone
         try:
             for request in left:
+                request.is_streamed = False
                 self.scheduler.add(request)
             while left:
                 while left[0].finish_reason is None:

@@ -106,10 +106,13 @@ class TargetPages(SequenceState):
         del request.page_hashes[len(request.table.pages) :]
 
     def keep(self, step: Step) -> None:
+        """A canvas that goes on keeps its pages for the next pass, unless more than half of all pages are in use."""
         self._compact(step)
+        has_many = 2 * self.pool.num_available >= self.pool.num_pages
         for work in step.works:
             request = work.request
-            self.pool.rollback(request.table, request.computed + work.num_kept)
+            if request.canvas is None or not has_many:
+                self.pool.rollback(request.table, request.computed + work.num_kept)
             if self.prefix_caching:
                 self._publish(work)
 

@@ -2,7 +2,7 @@
 
 The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
 (AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
-masks over logits, recurrent states, noise and norms in fp32 need no such CPU.
+masks over logits, recurrent states, noise and what is in fp32 (norms, gates, rotary embeddings) need no such CPU.
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
@@ -65,6 +65,36 @@ def norm_and_turn(
         *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
         *(len(x), heads, shared, cos.shape[-1], eps),
     )
+
+
+def add_norm(before: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``before + weight · x / rms(x)``, of contiguous ``[T, H]`` in fp32."""
+    out = torch.empty_like(before)
+    functions().add_norm_floats(before.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+    return out
+
+
+def norm_and_turn_floats(
+    x: Tensor, norms: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
+) -> Tensor:
+    """The same in fp32, and values normed without a weight: ``[T, heads + 2 · shared, d]``.
+
+    ``x`` is contiguous, ``[T, heads + shared, d]`` where values are what the keys were before.
+    """
+    rows, given, dim = x.shape
+    out = x.new_empty(rows, heads + 2 * shared, dim)
+    functions().norm_and_turn_floats(
+        *(own.data_ptr() for own in (x, *norms, cos.contiguous(), sin.contiguous(), out)),
+        *(rows, heads, shared, given > heads + shared, dim, eps),
+    )
+    return out
+
+
+def gated_gelu(x: Tensor) -> Tensor:
+    """``gelu(gate) · up [T, I]`` of both side by side, contiguous ``x [T, 2 · I]`` in fp32; GELU by its tanh."""
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    functions().gated_gelu_floats(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
+    return out
 
 
 def gated_silu(x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ class ProductStruct(Structure):
 _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
     "rms_norm_floats": [*[c_void_p] * 3, c_int64, c_int64, c_float],
+    "add_norm_floats": [*[c_void_p] * 4, c_int64, c_int64, c_float],
+    "norm_and_turn_floats": [*[c_void_p] * 6, *[c_int64] * 5, c_float],
+    "gated_gelu_floats": [c_void_p, c_void_p, c_int64, c_int64],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
     "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
@@ -49,7 +52,7 @@ _SIGNATURES: dict[str, list[object]] = {
 def load(folder: Path) -> ctypes.CDLL | None:
     """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
 
-    Masks, recurrent states, noise and norms in fp32 are for any CPU; ``library.usable(most)`` says on what all the rest runs,
+    Masks, recurrent states, noise and rows in fp32 are for any CPU; ``library.usable(most)`` says on what all the rest runs,
     ``most`` or less: 3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 not here.
     """
     own = str(get_config_var("EXT_SUFFIX"))  # one that was built for another version of Python may be of older sources
@@ -70,7 +73,7 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 _library = load(Path(__file__).parent)
 is_built = _library is not None
-"""Whether the library was built, from these sources; masks, recurrent states, noise and norms in fp32 need no more."""
+"""Whether the library was built, from these sources; masks, recurrent states, noise and rows in fp32 need no more."""
 _usable = 0 if _library is None else _library.usable(3)
 available = _usable > 0
 """Whether it was, and its products run on this CPU."""

@@ -149,6 +149,8 @@ class Request:
     chunks: list[TextChunk] = field(default_factory=list)
     unwritten: list[tuple[int, bool]] = field(default_factory=list)
     """Tokens of the output without text so far, and whether each comes from a draft."""
+    is_streamed: bool = True
+    """Whether somebody may take its chunks. Otherwise there are none, and the tokens of a step become text together."""
     arrived: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -229,6 +231,8 @@ class Request:
     def write(self) -> None:
         """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
         has_stop = bool(self.params.stop)
+        if not (self.is_streamed or has_stop):
+            self._write_together()
         while self.unwritten:
             token, from_draft = self.unwritten[0]
             known = len(self.text)
@@ -241,6 +245,16 @@ class Request:
                 self._cut_at_stop_string(known)
             self._emit(token, from_draft=from_draft)
             del self.unwritten[0]
+
+    def _write_together(self) -> None:
+        """The same without chunks, where no stop string is looked for."""
+        tokens = [token for token, _ in self.unwritten]
+        is_last = self.finish_reason in ("stop", "length")
+        if tokens and tokens[-1] in self.stop_token_ids:
+            self.text += self.detokenizer.push_all(tokens[:-1]) + self.detokenizer.flush()
+        elif tokens:
+            self.text += self.detokenizer.push_all(tokens, last=is_last)
+        self.unwritten.clear()
 
     def _cut_at_stop_string(self, known: int) -> None:
         """Without those that end in the first ``known`` characters, where none was."""

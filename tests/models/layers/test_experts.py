@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.diffusion_gemma import random_model
 from volley.models.layers.experts import GroupedExperts, group_experts
 
 SIZES: dict[str, Any] = {
@@ -45,6 +46,17 @@ def test_numbers_are_those_of_transformers(rows: int, dtype: torch.dtype) -> Non
     found = experts(states, chosen, weights)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_gates_by_gelu_are_those_of_transformers() -> None:
+    """One kernel, where the kernels are built."""
+    model = random_model()
+    experts: Any = model.model.encoder.language_model.layers[0].experts
+    states, (weights, chosen) = torch.randn(70, 32), torch.rand(70, 4).topk(2)
+    expected = experts(states, chosen, weights)
+    assert group_experts(experts)
+    torch.testing.assert_close(experts(states, chosen, weights), expected)
 
 
 def test_other_kinds_of_experts_stay_as_they_are() -> None:

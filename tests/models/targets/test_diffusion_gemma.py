@@ -303,6 +303,39 @@ def test_a_loaded_model_in_bf16_has_the_logits_of_transformers(
     assert 0 < (mine - theirs).norm() < 2**-4 * theirs.norm()
 
 
+def test_a_loaded_model_in_fp32_has_the_logits_of_transformers(
+    hf: DiffusionGemmaForBlockDiffusion, target: DiffusionGemma, tmp_path: Path
+) -> None:
+    """Its layers make fewer operations then, which sum in another order."""
+    hf.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = DiffusionGemma.from_folder(tmp_path, torch.float32, "cpu")
+    torch.testing.assert_close(one_pass(loaded), one_pass(target), atol=5e-5, rtol=1e-5)
+
+
+def test_rotary_embeddings_that_depend_on_other_positions_are_computed_in_each_pass(
+    hf: DiffusionGemmaForBlockDiffusion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others are looked up, so the model computes them once for each length of its table."""
+    model = copy.deepcopy(hf)
+    rotary, asked = model.model.encoder.language_model.rotary_emb, list[int]()
+    compute = rotary.forward
+
+    def counted(states: Tensor, positions: Tensor, kind: str) -> Any:
+        asked.append(positions.numel())
+        return compute(states, positions, kind)
+
+    monkeypatch.setattr(rotary, "forward", counted)
+    for by_length in (False, True):
+        if by_length:
+            model.config.text_config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+        target = DiffusionGemma(model)
+        asked.clear()
+        found = [one_pass(target) for _ in range(3)]
+        assert len(asked) == (6 if by_length else 2), "two kinds of layers"
+        torch.testing.assert_close(found[-1], one_pass(DiffusionGemma(copy.deepcopy(hf))), atol=0.0, rtol=0.0)
+
+
 def one_pass(target: DiffusionGemma) -> Tensor:
     """Logits of a canvas behind a prompt."""
     torch.manual_seed(1)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import gelu, grouped_mm
+
+from volley import native
 
 
 def group_experts(module: nn.Module) -> bool:
@@ -26,6 +28,12 @@ def group_experts(module: nn.Module) -> bool:
     return True
 
 
+def is_gelu(function: Any) -> bool:
+    """Whether it is GELU by its tanh, which a kernel has."""
+    x = torch.linspace(-3, 3, 7)
+    return torch.equal(function(x), gelu(x, approximate="tanh"))
+
+
 class GroupedExperts:
     """``forward`` of a module whose weights are ``gate_up_proj [E, 2 · I, H]`` and ``down_proj [E, H, I]``."""
 
@@ -33,6 +41,7 @@ class GroupedExperts:
         self.gate_up: Tensor = experts.gate_up_proj.detach().transpose(-2, -1)
         self.down: Tensor = experts.down_proj.detach().transpose(-2, -1)
         self.active: nn.Module = experts.act_fn
+        self.has_kernel = native.is_built and is_gelu(experts.act_fn)
         self.numbers = torch.arange(len(self.down))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -40,8 +49,14 @@ class GroupedExperts:
         chosen, order = top_k_index.reshape(-1).sort()
         ends = torch.searchsorted(chosen, self.numbers, right=True, out_int32=True)
         rows = hidden_states.index_select(0, order // top_k_index.shape[1])
-        gate, up = grouped_mm(rows, self.gate_up, offs=ends).chunk(2, dim=-1)
-        found = grouped_mm(self.active(gate.contiguous()) * up, self.down, offs=ends)
+        found = grouped_mm(self._gate(grouped_mm(rows, self.gate_up, offs=ends)), self.down, offs=ends)
         found = found * top_k_weights.reshape(-1).index_select(0, order)[:, None]
         placed = torch.empty_like(found).index_copy_(0, order, found)
         return placed.view(*top_k_index.shape, hidden_states.shape[-1]).sum(dim=1).to(hidden_states.dtype)
+
+    def _gate(self, both: Tensor) -> Tensor:
+        if self.has_kernel and both.dtype == torch.float32:
+            return native.gated_gelu(both)
+        gate, up = both.chunk(2, dim=-1)
+        active: Tensor = self.active(gate.contiguous())
+        return active * up

@@ -5,9 +5,9 @@ self-conditioning). Their layers differ in one buffer, ``layer_scalar``. Here th
 has the scalar of its mode. Rows that come with feedback are the decoder's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.upload import upload
 from volley.models.layers.accelerate import accelerate
+from volley.models.layers.short import shorten
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.loading import straight_to
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import AttentionCall, BlockDiffusion, Target, load_tokenizer
+from volley.models.targets.traits import turns_by_length
 from volley.types import DiffusionParams
 
 _DEFAULTS = DiffusionParams(
@@ -40,12 +42,31 @@ _DEFAULTS = DiffusionParams(
 )
 
 
-class _KeepsNothing:
-    """In place of transformers' cache, which the encoder always makes: it would copy K/V, and a GPU would wait twice a layer."""
+class _Turns:
+    """Cosines and sines of rotary embeddings. On a CPU they are looked up by position, which is cheaper than computing them."""
 
-    @staticmethod
-    def update(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        return k, v
+    def __init__(self, rotary: Any, kinds: Iterable[str], *, are_kept: bool) -> None:
+        """``kinds`` of layers have embeddings of their own. ``are_kept`` is false if a token's depends on others."""
+        self._rotary, self._kinds, self._are_kept = rotary, sorted(set(kinds)), are_kept
+        self._tables: tuple[int, dict[str, tuple[Tensor, Tensor]]] = 0, {}
+        """Of so many positions, set together: engines that share a target may run in several threads."""
+
+    def __call__(self, states: Tensor, positions: Tensor, end: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each ``[1, T, d]`` for ``states [1, T, H]`` at ``positions [1, T]``, which are all before ``end`` if that is known."""
+        if end is None or not self._are_kept:
+            return self._compute(states, positions)
+        size, tables = self._tables
+        if size < end:
+            size = max(end, 2 * size)
+            tables = self._compute(states, torch.arange(size)[None])
+            self._tables = size, tables
+        return {
+            kind: (cos.index_select(1, positions[0]), sin.index_select(1, positions[0]))
+            for kind, (cos, sin) in tables.items()
+        }
+
+    def _compute(self, states: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        return {kind: self._rotary(states, positions, kind) for kind in self._kinds}
 
 
 _TWINS = Twins("model.decoder.", "model.encoder.language_model.", own=".layer_scalar")
@@ -60,8 +81,12 @@ class DiffusionGemma(Target):
     ) -> None:
         self._encoder = model.model.encoder.language_model
         self._decoder = model.model.decoder
-        pairs = zip(self._encoder.layers, self._decoder.layers, strict=True)
+        pairs = list(zip(self._encoder.layers, self._decoder.layers, strict=True))
         self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
+        text = model.config.get_text_config()
+        self._kinds: list[str] = text.layer_types[: len(pairs)]
+        are_kept = next(model.parameters()).device.type == "cpu" and not turns_by_length(model.config)
+        self._turns = _Turns(self._encoder.rotary_emb, self._kinds, are_kept=are_kept)
         rules = BlockDiffusion(
             mask_token_id=None, has_causal_context=True, writes_causally=True, defaults=_defaults(model)
         )
@@ -72,7 +97,7 @@ class DiffusionGemma(Target):
             raise InputError("the prompt has images, which volley cannot give to DiffusionGemma; leave them out")
 
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-        self._encode(self.embed(token_ids), positions, call)
+        self._encode(self.embed(token_ids), positions, None, call)
 
     def forward(
         self,
@@ -91,9 +116,10 @@ class DiffusionGemma(Target):
         hidden, denoised = (
             self._condition(hidden, batch) if batch.told is None else self._condition_some(hidden, *batch.told)
         )
+        end = max(segment.end for segment in batch.segments)
         self._set_scalars(denoised)
         try:
-            found = self._encode(hidden[None], batch.positions[None], attend)
+            found = self._encode(hidden[None], batch.positions[None], end, attend)
         finally:
             self._set_scalars(False)
         return self.head(found[0, rows])
@@ -120,17 +146,13 @@ class DiffusionGemma(Target):
         conditioned = self._decoder.self_conditioning(hidden[None], signal.to(hidden.dtype)[None])[0]
         return torch.where(denoised[:, None], conditioned, hidden), denoised
 
-    def _encode(self, embeddings: Tensor, positions: Tensor, call: AttentionCall) -> Tensor:
-        masks = {"full_attention": None, "sliding_attention": None}
-        output = self._encoder(
-            inputs_embeds=embeddings,
-            position_ids=positions,
-            attention_mask=masks,
-            past_key_values=_KeepsNothing,
-            volley_call=call,
-        )
-        states: Tensor = output.last_hidden_state
-        return states
+    def _encode(self, states: Tensor, positions: Tensor, end: int | None, call: AttentionCall) -> Tensor:
+        """Normed states ``[1, T, H]`` after all layers. The encoder's own forward makes masks and a cache for the same."""
+        turns = self._turns(states, positions, end)
+        for layer, kind in zip(self._encoder.layers, self._kinds, strict=True):
+            states = layer(states, position_embeddings=turns[kind], volley_call=call)
+        normed: Tensor = self._encoder.norm(states)
+        return normed
 
     def _set_scalars(self, denoised: Tensor | bool) -> None:
         """Give each row of the next pass the scalar of its mode: ``denoised [T]`` rows, all, or none, have the decoder's."""
@@ -150,10 +172,13 @@ class DiffusionGemma(Target):
         """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
         weight = self._decoder.embed_tokens.weight
         dtype = weight.dtype
-        probs = torch.empty_like(logits, dtype=dtype)
-        size = max(1, most_together(logits.device) // logits.shape[-1])
-        for kept, rows in zip(torch.split(probs, size), torch.split(logits, size), strict=True):
-            kept.copy_(rows.to(dtype).softmax(dim=-1, dtype=torch.float32))
+        if dtype == logits.dtype:
+            probs = logits.softmax(dim=-1)
+        else:
+            probs = torch.empty_like(logits, dtype=dtype)
+            size = max(1, most_together(logits.device) // logits.shape[-1])
+            for kept, rows in zip(torch.split(probs, size), torch.split(logits, size), strict=True):
+                kept.copy_(rows.to(dtype).softmax(dim=-1, dtype=torch.float32))
         mean: Tensor = torch.matmul(probs, weight) * self._decoder.embed_tokens.embed_scale.to(dtype)
         return mean
 
@@ -169,6 +194,7 @@ class DiffusionGemma(Target):
         whole.decoder.layers = nn.ModuleList()  # the encoder's run for both, and weights of both may be held twice
         whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused
         accelerate(model, release=True)
+        shorten(whole.encoder.language_model, whole.decoder)
         return target
 
 
