@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,6 +125,20 @@ def test_where_nothing_is_known_all_threads_are_used() -> None:
     cores = Cores(2, lambda: None, lambda: script.now)
     cores.watch(lambda seconds: script.pass_by(seconds, others=2.0, own=0.0))
     assert work(script, cores, 3.0, others=2.0, own=0.0) == 2
+
+
+@on_linux
+def test_the_system_counts_for_each_core(tmp_path: Path) -> None:
+    """Of each core: user, nice, system, idle. Processes that give way count for one that gives way, too."""
+    stat = tmp_path / "stat"
+    rows = [f"cpu{core} 1000 200 30 99999 7 0 0" for core in os.sched_getaffinity(0)]
+    stat.write_text("\n".join(["cpu  9 9 9 9", *rows, "cpu99999 5 5 5 5", "intr 5 5", ""]))
+    found = read_cpu_time(stat)
+    assert found is not None
+    is_nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
+    assert found.everyone == pytest.approx(len(rows) * (12.3 if is_nice else 10.3))
+    assert 0 < found.own <= time.process_time()
+    assert read_cpu_time(tmp_path / "nothing") is None
 
 
 @on_linux

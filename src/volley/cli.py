@@ -251,7 +251,7 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 @app.command()
 @expand
 def demo(
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Most CPU threads; by default torch's choice.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
     diffusion: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,20 +33,18 @@ class CpuTime(NamedTuple):
     """Of this process."""
 
 
-def read_cpu_time() -> CpuTime | None:
-    """What was computed, to 10 ms; ``None`` where that is not known."""
-    if not _ON_LINUX:
+def read_cpu_time(stat: Path = Path("/proc/stat")) -> CpuTime | None:
+    """What was computed, to 10 ms, from the system's file of counters; ``None`` where there is none."""
+    try:
+        lines = stat.read_text(encoding="ascii").splitlines()
+    except OSError:
         return None
     names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     is_nice, ticks = os.getpriority(os.PRIO_PROCESS, 0) > 0, 0
-    with open("/proc/stat", encoding="ascii") as lines:
-        for line in lines:
-            name, *counted = line.split()
-            if not name.startswith("cpu"):
-                break
-            if name in names:
-                user, nice, system = map(int, counted[:3])
-                ticks += user + system + nice * is_nice
+    for name, *counted in map(str.split, lines):
+        if name in names:
+            user, nice, system = map(int, counted[:3])
+            ticks += user + system + nice * is_nice
     return CpuTime(ticks / _TICK, time.process_time())
 
 
