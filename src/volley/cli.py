@@ -78,7 +78,7 @@ class ModelOptions:
     """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
     accepted, never what comes out. auto is the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
-    """CPU threads; by default torch's choice."""
+    """Most CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
     tensor_parallel: bool = False
     """Divide a target that fits no single device over the processes of torchrun; the first one answers."""
 
@@ -252,7 +252,7 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 @app.command()
 @expand
 def demo(
-    threads: Annotated[int | None, typer.Option(help="CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Most CPU threads; by default torch's choice.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
     diffusion: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from volley.chat import Prompt, encode_prompt, is_one_prompt
 from volley.config import CapacityConfig, DecodingConfig, check_undrafted, read_by_drafters, split_options
+from volley.cores import shared_cores
 from volley.decode.grammars import Grammars
 from volley.decode.work import Work
 from volley.engine.ahead import Ahead
@@ -59,7 +60,6 @@ from volley.proposers.make import check_settings, make_draft_model, make_propose
 from volley.types import GenerationResult, Proposal, SamplingParams, TextChunk, Verdict
 
 OnVerified = Callable[[Request, Proposal, Verdict], None]
-
 _BUNDLED = object()
 
 
@@ -150,13 +150,13 @@ class Engine:
 
     def _make_draft_store(self, drafter: Drafter, num_slots: int) -> KVStore:
         """For ``drafter``'s K/V: the one at hand if it is alike, as a GPU has no room for two."""
-        held = self.draft_model
+        held, target = self.draft_model, self.target
         if held is not None and (held.drafter.kv_shapes, held.store.num_slots) == (drafter.kv_shapes, num_slots):
             return held.store
-        target = self.target
         return make_store(self.config.draft_kv_dtype, drafter.kv_shapes, num_slots, target.dtype, target.device)
 
     @classmethod
+    @shared_cores(watch=True)
     def from_pretrained(
         cls,
         target: str | Path | Target | None = None,
@@ -192,6 +192,7 @@ class Engine:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
+    @shared_cores()
     def step(self) -> list[Request]:
         """One cycle of every scheduled request; returns the requests that ended."""
         self._timings = Timings()  # a step that gives way has none

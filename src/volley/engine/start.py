@@ -2,6 +2,7 @@
 
 import time
 
+from volley.cores import shared_cores
 from volley.decode.lookup import MOST_FOUND
 from volley.engine.engine import Engine
 from volley.engine.holdings import static_passes_of
@@ -15,6 +16,7 @@ MOST_BESIDE = 8
 """Requests in a pass that is captured ahead for prompts."""
 
 
+@shared_cores()
 def warm_up(engine: Engine) -> tuple[int, float]:
     """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
 
