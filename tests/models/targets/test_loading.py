@@ -1,8 +1,9 @@
 """Where models come from, and where their weights go."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -130,3 +131,45 @@ def test_models_without_memory_are_made_in_one_thread_alone() -> None:
     later = torch.nn.Linear(2, 2)
     assert [layer.weight.device.type for layer in (made[0], empty, later)] == ["cpu", "meta", "cpu"]
     assert empty.weight.requires_grad
+
+
+def test_models_made_in_two_threads_at_once_leave_initial_values_to_others() -> None:
+    """Whoever comes first goes first, as a change to PyTorch's own functions that each put back would not survive."""
+    inside, first_left = Event(), Event()
+
+    def make_another() -> None:
+        with unfilled():
+            inside.set()
+            first_left.wait()
+
+    thread = Thread(target=make_another)
+    with unfilled():
+        thread.start()
+        inside.wait()
+        layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
+    first_left.set()
+    thread.join()
+    assert all(layer.weight.is_meta for layer in layers)
+    torch.manual_seed(0)
+    later = torch.nn.Linear(64, 64).weight
+    assert 0.1 < float(later.detach().abs().max()) <= 0.125, "uniform within 1 / sqrt(inputs)"
+
+
+def test_a_hook_is_there_before_threads_go_over_all_of_them() -> None:
+    """Drafters and adapters are loaded while other threads make modules."""
+    failed: list[BaseException] = []
+
+    def make(empty: bool) -> None:
+        try:
+            for _ in range(2000):
+                with unfilled() if empty else nullcontext():
+                    torch.nn.Linear(2, 2)
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [Thread(target=make, args=(empty,)) for empty in (True, True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
