@@ -21,6 +21,7 @@ from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import target_fingerprint
+from volley.models.targets.canvases import check_causal
 from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
@@ -85,11 +86,11 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
     Raises ConfigError where the folder holds a tuning of other options, or a model, and where another process tunes in it.
     """
     make_folder(config.out)
-    read_config(config.target)  # what is wrong with it is said before anything is collected
     if (config.out / "config.json").exists():
         raise ConfigError(
             f"{config.out} holds a model (config.json), which a tuning would hide behind; give another --out"
         )
+    check_causal(config.target)  # before anything is collected
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with alone_in(config.out):
