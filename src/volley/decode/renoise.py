@@ -52,13 +52,11 @@ class Renoise(Denoiser):
     def _step_alike(self, looks: list[Look]) -> None:
         """Canvases of one length L, whose rows are ``[N, L, V]``."""
         heat = upload(temperatures(looks), looks[0].logits.device)[:, None, None]
-        together = torch.stack([look.logits for look in looks]) if len(looks) > 1 else None
-        logits = looks[0].logits[None] / heat if together is None else together.div_(heat)
+        logits = torch.stack([look.logits for look in looks]).div_(heat)
         best = candidates = likeliest(logits.flatten(0, 1)).view(logits.shape[:-1])
         if any(look.sampling.temperature > 0 for look in looks):
             candidates = _drawn(looks, logits, best)
-        parts = [_entropy(rows) for rows in _parts(logits.flatten(0, 1))]
-        entropy = (torch.cat(parts) if len(parts) > 1 else parts[0]).view_as(best)
+        entropy = torch.cat([_entropy(rows) for rows in _parts(logits.flatten(0, 1))]).view_as(best)
         best, candidates, entropy = read_together(best, candidates, entropy)
         random = torch.stack(
             [own.noise.tokens(own.canvas.start, own.canvas.step + 1, len(own.canvas), self.vocab_size) for own in looks]
@@ -68,13 +66,12 @@ class Renoise(Denoiser):
         confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
         rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
         for (canvas, _, _, params, _), is_sure, own_best, own_new, own_confidence, own_logits in rows:
-            before, wanted = canvas.tokens, params.stability_threshold or 0
+            given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
             canvas.tokens = own_best.clone() if canvas.done else own_new
-            if canvas.num_given:
-                canvas.tokens[: canvas.num_given] = before[: canvas.num_given]
+            canvas.tokens[: canvas.num_given] = given
             canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
 
@@ -122,18 +119,16 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
     for row, (canvas, _, sampling, _, noise) in enumerate(looks):
         if sampling.temperature == 0:
             continue
-        if _is_filtered(sampling):
-            _filter(probs[row], sampling)
+        _filter(probs[row], sampling)
         own = noise.canvas_uniforms(canvas.start, canvas.step, len(canvas))
         if own is None:
             found[row] = noise.choose(probs[row], canvas.start, canvas.step)
         else:
             rows.append(row)
             uniforms.append(own)
-    if len(rows) == len(looks):
-        return draw(probs.flatten(0, 1), np.concatenate(uniforms)).view_as(best)
     if rows:
-        found[rows] = draw(probs[rows].flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
+        weights = probs if len(rows) == len(looks) else probs[rows]
+        found[rows] = draw(weights.flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
     return found
 
 
@@ -149,11 +144,8 @@ def _entropy(logits: Tensor) -> Tensor:
     return logs.clamp_(min=torch.finfo(logs.dtype).min).mul_(probs).sum(dim=-1).neg_()
 
 
-def _is_filtered(sampling: SamplingParams) -> bool:
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-
-
 def _filter(probs: Tensor, sampling: SamplingParams) -> None:
     """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
-    for rows in _parts(probs):
-        rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        for rows in _parts(probs):
+            rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))

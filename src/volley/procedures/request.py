@@ -285,7 +285,7 @@ class Request:
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
 
     def take_draft(self) -> CanvasDraft | None:
-        """The canvas as far as the answer goes, if the request streams drafts and that is not the draft of the last call."""
+        """What of the canvas belongs to the answer, if the request streams drafts. ``None`` if no pass has changed it."""
         canvas, own = self.canvas, self.params.diffusion
         if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
             return None

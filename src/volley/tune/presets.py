@@ -96,12 +96,10 @@ def preset_for(config: Any) -> Preset:
 
 def read_config(target: str) -> Any:
     """The config of a target's folder, hub name or GGUF file; reads nothing else. Raises for one that no drafter serves."""
-    from volley.models.targets.canvases import check_causal
     from volley.models.targets.loading import load_config
 
     try:
-        check_causal(target)
-        return load_config(target)
+        return load_config(target, causal=True)
     except VolleyError:
         raise
     except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name

@@ -21,7 +21,7 @@ from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import target_fingerprint
-from volley.models.targets.canvases import check_causal
+from volley.models.targets.canvases import check_causal, read_kind
 from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
@@ -90,7 +90,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
         raise ConfigError(
             f"{config.out} holds a model (config.json), which a tuning would hide behind; give another --out"
         )
-    check_causal(config.target)  # before anything is collected
+    check_causal(config.target, read_kind(config.target)[1])  # before anything is collected
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with alone_in(config.out):

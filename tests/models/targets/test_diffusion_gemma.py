@@ -47,6 +47,12 @@ def test_step_by_step_as_transformers(
         compare(hf, engine, length, seed, params, options)
 
 
+def prompt_of(length: int, seed: int) -> list[int]:
+    torch.manual_seed(seed)
+    tokens: list[int] = torch.randint(VOCAB, (length,)).tolist()
+    return tokens
+
+
 def compare(
     hf: DiffusionGemmaForBlockDiffusion,
     engine: Engine,
@@ -56,8 +62,7 @@ def compare(
     options: dict[str, Any],
 ) -> int:
     """Passes of the answer, which must be the same."""
-    torch.manual_seed(seed)
-    prompt = torch.randint(VOCAB, (length,)).tolist()
+    prompt = prompt_of(length, seed)
     theirs = by_transformers(hf, prompt, 3, seed, **options)
     mine, request = by_volley(engine, prompt, params, seed)
     assert same(mine, theirs)
@@ -324,8 +329,7 @@ def test_a_loaded_model_answers_step_by_step_as_transformers(
     params = replace(params, ignore_eos=True)  # the tokenizer names an end, the model none
     agree = []
     for seed in range(10):
-        torch.manual_seed(seed)
-        prompt = torch.randint(VOCAB, (3 + 4 * seed,)).tolist()
+        prompt = prompt_of(3 + 4 * seed, seed)
         mine, _ = by_volley(engine, prompt, params, seed)
         agree.append(same(mine, by_transformers(hf, prompt, 3, seed, **options)))
     assert sum(agree) >= 9

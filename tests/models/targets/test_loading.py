@@ -134,7 +134,7 @@ def test_models_without_memory_are_made_in_one_thread_alone() -> None:
 
 
 def test_models_made_in_two_threads_at_once_leave_initial_values_to_others() -> None:
-    """Whoever comes first goes first, as a change to PyTorch's own functions that each put back would not survive."""
+    """First in, first out: functions of PyTorch that each replaced and put back as found would stay replaced."""
     inside, first_left = Event(), Event()
 
     def make_another() -> None:

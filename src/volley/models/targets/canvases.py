@@ -52,20 +52,21 @@ def canvases(values: Mapping[str, Any]) -> str | None:
     return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
 
 
-def check_known(path: str | Path, kind: str) -> None:
-    """Refuse a diffusion language model that volley cannot load."""
+def read_kind(path: str | Path) -> tuple[dict[str, Any], str]:
+    """:func:`config_values`, and the kind that they name. Refuses a diffusion language model that volley cannot load."""
+    values = config_values(path)
+    kind = kind_of(values)
     if kind in _REFUSED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
             f"({', '.join(DENOISED)})"
             + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
         )
+    return values, kind
 
 
-def check_causal(path: str | Path) -> None:
+def check_causal(path: str | Path, kind: str) -> None:
     """Refuse what is no causal LM: a diffusion language model with a mode in which a drafter serves it passes."""
-    kind = kind_of(config_values(path))
-    check_known(path, kind)
     if kind in _NOT_DRAFTED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model, which no drafter serves: {_NOT_DRAFTED[kind]}. It drafts for itself, untrained and "

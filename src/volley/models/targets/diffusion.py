@@ -12,7 +12,7 @@ from volley.files import find_target
 from volley.memory.device import usable_device
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
-from volley.models.targets.canvases import DENOISED, check_known, config_values, kind_of
+from volley.models.targets.canvases import DENOISED, read_kind
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target, load_tokenizer
@@ -80,12 +80,10 @@ def load_target(
         _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
-    values = config_values(path)
-    kind = kind_of(values)
+    values, kind = read_kind(path)
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and kind in DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
-    check_known(path, kind)
     if kind in DENOISED:
         check_files(path)
         with reading(path, "the diffusion model", remedy), bar_of_a_long_load():
@@ -102,8 +100,7 @@ def load_target(
 
 def _check_divisible(path: str | Path) -> None:
     """Refuse to divide a diffusion language model, with its own reason."""
-    kind = kind_of(config_values(path))
-    check_known(path, kind)
+    _, kind = read_kind(path)
     if kind in DENOISED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"

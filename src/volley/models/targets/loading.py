@@ -39,7 +39,7 @@ from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
 from volley.models.quantised.stored_codes import attach
-from volley.models.targets.canvases import NATIVE, check_causal, check_known, config_values, kind_of
+from volley.models.targets.canvases import NATIVE, check_causal, config_values, kind_of, read_kind
 from volley.models.targets.folders import HUB_NAME, check_config_file
 from volley.native import TargetWeights, Weights
 
@@ -61,15 +61,18 @@ def reading(
         raise CheckpointError(f"{path}: {what} cannot be read ({reason}); {remedy}") from error
 
 
-def load_config(path: str | Path) -> PretrainedConfig:
-    """The config of a target; no weights are read. Of a diffusion language model it is that of the weights' architecture."""
+def load_config(path: str | Path, *, causal: bool = False) -> PretrainedConfig:
+    """The config of a target; no weights are read. Of a diffusion language model it is that of the weights' architecture.
+
+    With ``causal`` one that no drafter serves is refused (:func:`check_causal`).
+    """
     path = find_target(path)
     if is_gguf(path):
         return read_config(GGUFFile(path))
     check_config_file(path)
-    values = config_values(path)
-    kind = kind_of(values)
-    check_known(path, kind)
+    values, kind = read_kind(path)
+    if causal:
+        check_causal(path, kind)
     if kind in NATIVE:
         named = ("auto_map", "model_type", "architectures")
         return AutoConfig.for_model(NATIVE[kind], **{name: own for name, own in values.items() if name not in named})
@@ -126,8 +129,7 @@ def load_causal_lm(
         if is_gguf(path):
             kind = torch.float32 if isinstance(dtype, str) else dtype
             return load_gguf(path, kind, attention or "sdpa").to(device)
-        check_causal(path)
-        config = load_config(path)
+        config = load_config(path, causal=True)
         kind = auto_class(config)
         if device.type == "cpu" and (model := _mapped(kind, path, config, dtype, attention)):
             return model

@@ -38,7 +38,6 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedDecoder, is_gated_layer
 from volley.models.layers.products import is_linear
 from volley.models.layers.residency import giving_back
-from volley.models.targets.canvases import check_causal
 from volley.models.targets.folders import check_files
 from volley.models.targets.latent import LatentAttention, attach_latents
 from volley.models.targets.loading import auto_tokenizer, choose_weights, load_config, load_for_codes, reading
@@ -402,8 +401,7 @@ class Target:
         with giving_back():
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
-                check_causal(path)
-                check_config(load_config(path))
+                check_config(load_config(path, causal=True))
                 check_files(path)
                 model, fill = load_for_codes(path, dtype, kind, device)
                 tokenizer = load_tokenizer(path)
