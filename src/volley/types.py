@@ -267,10 +267,11 @@ class Late:
 class Proposal:
     """What the drafter proposes to follow one request's anchor.
 
-    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, V]`` is the distribution each token was drawn from given the ones before
-    it, after temperature and truncation, or ``None`` when no such distribution is known (multi-step denoising, trees) or
-    needed (greedy). ``parents [k]`` makes the tokens a tree: ``parents[i]`` is what token i follows, 0 for the anchor and
-    ``j + 1`` for token ``j < i``. ``None``: every token follows the one before it.
+    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, n]`` is the distribution each token was drawn from given the ones before
+    it, after temperature and truncation, over the tokens ``drafted [n]`` or the whole vocabulary; ``None`` when no such
+    distribution is known (multi-step denoising, trees) or needed (greedy). ``parents [k]`` makes the tokens a tree:
+    ``parents[i]`` is what token i follows, 0 for the anchor and ``j + 1`` for token ``j < i``. ``None``: every token follows
+    the one before it.
     """
 
     token_ids: list[int]
@@ -281,12 +282,13 @@ class Proposal:
     probability given the token before, among the candidates. In a tree it is each node's probability, ancestors included."""
     late: Late | None = None
     """Where the tokens are until the host has read them; ``token_ids`` are zeros till then."""
+    drafted: Tensor | None = None
 
     def first(self, size: int) -> "Proposal":
         """The first tokens of a chain. What is known of the confidences stays known of all."""
         known, late = self.draft_probs, self.late
         probs = None if known is None else known[:size]
-        return Proposal(self.token_ids[:size], probs, confidence=self.confidence, late=late and late.first(size))
+        return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, late=late and late.first(size))
 
 
 @dataclass(slots=True)

@@ -256,6 +256,21 @@ def test_many_drafts_at_once_are_judged_as_each_slowly(sizes: list[int], seed: i
     torch.testing.assert_close(seen[0], torch.stack(behind), atol=1e-4, rtol=1e-3)
 
 
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=5), seed=st.integers(0, 10_000))
+def test_laws_of_the_drafted_tokens_alone_are_laws_of_all(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    drafted = torch.randperm(V, generator=generator)[: 1 + seed % V]
+    few = torch.rand(sum(sizes), len(drafted), generator=generator)
+    few /= few.sum(dim=-1, keepdim=True)
+    whole = torch.zeros(len(few), V).index_copy_(1, drafted, few)
+    tokens = drafted[torch.multinomial(few, 1, generator=generator)[:, 0]] if len(few) else drafted[:0]
+    uniforms = torch.rand(len(few), generator=generator, dtype=torch.double).tolist()
+    target = random_laws(len(few) + len(sizes), seed)
+    expected = verify.verify_speculative(target, whole, tokens, sizes, uniforms)
+    found = verify.verify_speculative(target, few, tokens, sizes, uniforms, drafted)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_speculative_sampling_has_the_targets_law() -> None:
     verdicts = speculative(sample_single_pass(DRAWS, 3), single_pass_laws(DRAWS), 4)
     assert p_value(verdicts) > 1e-3

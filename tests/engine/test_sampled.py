@@ -19,6 +19,7 @@ from volley.decode.work import Rule
 from volley.engine.engine import OnVerified
 from volley.engine.step import Step
 from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters.heads import BoundHead
 from volley.proposers import block
 from volley.proposers.base import Works
 from volley.types import Proposal
@@ -300,6 +301,32 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(propose.WALKS, Rule.SPECULATIVE, scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
+    assert probability < 1e-6
+
+
+def few_transitions(head: BoundHead, hidden: Tensor, logits: Tensor) -> tuple[Transitions, Tensor]:
+    after, tokens = head.transitions(hidden, logits, ()), torch.tensor([2, 0, 3])
+    return lambda rows, before: after(rows, before)[:, tokens], tokens
+
+
+def test_drafts_of_few_tokens_have_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
+    probability, accepted = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
+    assert probability > 1e-3
+    assert accepted > 0.4
+
+
+def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor) -> list[Proposal]:
+    proposals = propose.walk_sampled(after, works, drafted)
+    for proposal in proposals:
+        proposal.drafted = drafted.roll(1)
+    return proposals
+
+
+def test_distributions_over_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
+    monkeypatch.setattr(block, "walk_sampled", scored_as_other_tokens)
+    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
     assert probability < 1e-6
 
 

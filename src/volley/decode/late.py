@@ -69,12 +69,14 @@ def _take_tokens(proposal: Proposal, values: list[int]) -> None:
     proposal.token_ids, proposal.late = values, None
 
 
-def late_proposals(works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None) -> list[Proposal]:
-    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, V]`` that they were drawn from."""
+def late_proposals(
+    works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None, drafted: Tensor | None = None
+) -> list[Proposal]:
+    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, n]`` that they were drawn from."""
     sizes = [work.ask.positions for work in works]
     each = [None] * len(works) if probs is None else torch.split(probs, sizes)
     parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)
-    return [Proposal([0] * size, drawn_from, late=Late(own)) for size, drawn_from, own in parts]
+    return [Proposal([0] * size, drawn_from, late=Late(own), drafted=drafted) for size, drawn_from, own in parts]
 
 
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:

@@ -49,8 +49,11 @@ def walk_best(after: Transitions, works: Works) -> list[Proposal]:
     return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1)))
 
 
-def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
-    """Draw every position given the token drawn before it, for speculative sampling."""
+def walk_sampled(after: Transitions, works: Works, drafted: Tensor | None = None) -> list[Proposal]:
+    """Draw every position given the token drawn before it, for speculative sampling.
+
+    ``after`` may have logits of the tokens ``drafted [n]`` alone.
+    """
     cycles = [(work.request.noise, work.request.length) for work in works]
     numbers = uniforms_of(cycles, [work.ask.positions for work in works], Purpose.DRAFT)
     drawn: list[Tensor] = []  # uniforms and distributions of all positions, made when device and size are known
@@ -60,10 +63,11 @@ def walk_sampled(after: Transitions, works: Works) -> list[Proposal]:
             drawn.append(upload(numbers, distributions.device))
             drawn.append(distributions.new_empty(len(numbers), distributions.shape[-1]))
         drawn[1].index_copy_(0, rows, distributions)
-        return draw(distributions, drawn[0].index_select(0, rows))
+        found = draw(distributions, drawn[0].index_select(0, rows))
+        return found if drafted is None else drafted.index_select(0, found)
 
     tokens = _walk(after, works, choose)
-    return late_proposals(works, tokens, drawn[1])
+    return late_proposals(works, tokens, drawn[1], drafted)
 
 
 def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:

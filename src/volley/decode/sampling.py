@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from volley.decode import noise
 from volley.memory.upload import upload, upload_indices
@@ -157,14 +158,15 @@ def draw(weights: Tensor, uniforms: Numbers | Tensor) -> Tensor:
     if not isinstance(uniforms, Tensor):
         uniforms = upload(np.array(uniforms, dtype=np.float64), weights.device)
     places = uniforms[:, None]
-    if weights.shape[-1] % _PART:
-        return _invert(weights, places)[0][:, 0]
+    size = weights.shape[-1]
+    if size % _PART:
+        weights = pad(weights, (0, -size % _PART))
     parts = weights.view(len(weights), -1, _PART)
     masses = parts.sum(dim=-1)
     part, left = _invert(masses, places)
     inside = (1 - left / masses.gather(-1, part)).clamp_min_(0)
     token, _ = _invert(parts.take_along_dim(part[..., None], dim=1)[:, 0], inside)
-    return (part * _PART + token)[:, 0]
+    return (part * _PART + token)[:, 0].clamp_max_(size - 1)  # a row of NaN has no place
 
 
 def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +174,7 @@ def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     places = (places * total).minimum(total.nextafter(torch.zeros_like(total)))
-    entry = torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[-1] - 1)  # a row of NaN has no place
+    entry = torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[-1] - 1)
     return entry, sums.gather(-1, entry) - places
 
 

@@ -56,7 +56,12 @@ class Judged(NamedTuple):
 
 
 def verify_speculative(
-    target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, sizes: Sequence[int], uniforms: Numbers
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    tokens: Tensor,
+    sizes: Sequence[int],
+    uniforms: Numbers,
+    drafted: Tensor | None = None,
 ) -> Judged:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest acceptable prefix of each draft; the token behind
     it is drawn from the residual distribution. The host reads nothing.
@@ -66,9 +71,10 @@ def verify_speculative(
     ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
     kept than by judging one token after the other with ``min(1, p / q)``.
 
-    Lossless under two conditions. ``draft_probs [Σ k, V]`` are the distributions that each of ``tokens [Σ k]`` was drawn from,
-    given the tokens before it, after temperature and truncation. And no noise of the draft, or of ``uniforms [Σ k]``, serves
-    another cycle, because rejected tokens influence how many are kept. A rule that ends a draft may look at the tokens before.
+    Lossless under two conditions. ``draft_probs [Σ k, n]`` are the distributions that each of ``tokens [Σ k]`` was drawn from,
+    given the tokens before it, after temperature and truncation, over the tokens ``drafted [n]`` or all. And no noise of the
+    draft, or of ``uniforms [Σ k]``, serves another cycle, because rejected tokens influence how many are kept. A rule that ends a
+    draft may look at the tokens before.
     ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)
@@ -87,10 +93,16 @@ def verify_speculative(
     rows, cells, grid, lengths_, firsts_, starts_, bits = upload_together([*arrays, own_uniforms], target_probs.device)
 
     surplus = target_probs.index_select(0, rows)
-    ratios = (surplus.gather(1, tokens[:, None]).double() / draft_probs.gather(1, tokens[:, None]).double())[:, 0]
+    places = tokens[:, None] if drafted is None else (tokens[:, None] == drafted).byte().argmax(dim=1, keepdim=True)
+    ratios = (surplus.gather(1, tokens[:, None]).double() / draft_probs.gather(1, places).double())[:, 0]
     levels = _levels(_table(ratios.nan_to_num(nan=0.0, posinf=1e300).log(), grid))
     before = torch.cat([torch.ones_like(levels[:, :1]), levels[:, :-1]], dim=1).flatten().index_select(0, cells)
-    surplus.mul_(before.to(surplus.dtype)[:, None]).sub_(draft_probs).clamp_min_(0)
+    surplus.mul_(before.to(surplus.dtype)[:, None])
+    if drafted is None:
+        surplus.sub_(draft_probs)
+    else:
+        surplus.scatter_add_(1, drafted.expand(total, -1), draft_probs.neg())
+    surplus.clamp_min_(0)
     masses = surplus.sum(dim=-1).double()
 
     left = torch.cat([_table(masses, grid)[:, 1:], torch.zeros_like(levels[:, :1])], dim=1)  # s_1 … s_k

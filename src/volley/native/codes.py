@@ -197,20 +197,14 @@ def picked(blocks: LaidOut, kind: Weights, indices: Tensor) -> Codes | Tensor:
     """Rows ``indices [n]`` of a weight, in bf16 or codes."""
     block, place = indices // BLOCK, indices % BLOCK
     if kind == "int4":
-        pairs = blocks.codes[block].view(len(indices), -1, BLOCK, 4)
-        pairs = _entries(pairs, place)
+        pairs = blocks.codes.view(len(blocks.codes), -1, BLOCK, 4)[block, :, place]
         codes = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
     else:
-        codes = _entries(blocks.codes[block], place).flatten(1)
+        codes = blocks.codes[block, :, place].flatten(1)
     if blocks.scales is None:
         return codes
-    scales = blocks.scales[indices] if blocks.scales.dim() == 1 else _entries(blocks.scales[block], place)
+    scales = blocks.scales[indices] if blocks.scales.dim() == 1 else blocks.scales[block, :, place]
     return Codes(kind, _signed(codes, kind), scales)
-
-
-def _entries(of_blocks: Tensor, place: Tensor) -> Tensor:
-    """``[n, m, …]`` of ``[n, m, 16, …]``: entry ``place [n]`` of each."""
-    return of_blocks[torch.arange(len(place)), :, place]
 
 
 def _signed(codes: Tensor, kind: Weights) -> Tensor:

@@ -108,7 +108,7 @@ class Speculative(Procedure):
             if request.params.temperature > 0:
                 is_matched = work.ask.rule is Rule.MATCH or proposal.parents is not None
                 judge = _match if is_matched else _compare if proposal.draft_probs is None else _sample
-                key = request.params.distribution
+                key = *request.params.distribution, id(proposal.drafted)
             alike.setdefault((judge, *key), []).append(work)
         for (judge, *_), members in alike.items():
             for part in [members] if judge is _judge_greedy else _parts(members, logits):
@@ -257,7 +257,8 @@ def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
     probs, sizes = _probs(works, logits), [len(work.proposal.token_ids) for work in works]
     drawn_from = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
     accepting = uniforms_of([(work.request.noise, work.request.length) for work in works], sizes, Purpose.ACCEPT)
-    judged = verify_speculative(probs, torch.cat(drawn_from), draft_tokens(works, probs.device), sizes, accepting)
+    draft, drafted = draft_tokens(works, probs.device), works[0].proposal.drafted
+    judged = verify_speculative(probs, torch.cat(drawn_from), draft, sizes, accepting, drafted)
     of_rows = upload(np.array(_uniforms(works)), probs.device)
     bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
     start = reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))

@@ -17,7 +17,7 @@ from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
-from volley.decode.propose import WALKS, propose_coupled, propose_sampled
+from volley.decode.propose import WALKS, propose_coupled, propose_sampled, walk_sampled
 from volley.decode.rules import Constraint, apply_rules, constraints
 from volley.decode.sampling import (
     PositionNoise,
@@ -416,7 +416,12 @@ def _walk_distributions(
     works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor
 ) -> None:
     """Chains, token by token, of requests that sample alike and are verified by one rule."""
-    proposals = WALKS[works[0].ask.rule](head.transitions(hidden, logits, _sizes(works)), works)
+    rule, drafted = works[0].ask.rule, None
+    if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
+        after, drafted = head.drafted_transitions(hidden, logits)
+    else:
+        after = head.transitions(hidden, logits, _sizes(works))
+    proposals = WALKS[rule](after, works) if drafted is None else walk_sampled(after, works, drafted)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 

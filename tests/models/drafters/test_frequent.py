@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def test_a_sequential_head_corrects_as_over_all_tokens(kind: str) -> None:
     (found,) = bound.lattices(hidden, logits, [anchor], [3])
     assert (found.tokens == expected.tokens).all()
     assert {RARE[0], RARE[2]} < set(found.tokens.ravel().tolist())
+    assert reference.drafted_transitions(hidden, logits)[1] is None
     close = partial(torch.testing.assert_close, rtol=2**-6, atol=0.25)
     close(torch.from_numpy(found.scores), torch.from_numpy(expected.scores))
     among = torch.tensor([4, RARE[0], FIRST + 5])
@@ -111,6 +113,10 @@ def test_a_sequential_head_corrects_as_over_all_tokens(kind: str) -> None:
         close(*after)
         some = bound.transitions(hidden, logits, [3])([1], [before], among)
         close(some, after[0][:, among])
+        following, tokens = bound.drafted_transitions(hidden, logits)
+        assert tokens is not None
+        assert torch.equal(tokens, frequent.tokens)
+        assert torch.equal(following([1], [before]), after[0][:, tokens])
         for each, [row] in zip((bound, reference), after, strict=True):
             best = each.chooser(hidden, logits.bfloat16())
             assert best is not None
@@ -161,6 +167,8 @@ def test_a_text_of_rare_tokens_is_drafted_once_they_are_seen(rare_pair: Path) ->
         (expected,) = plain.generate([[VOCAB - 1 - token for token in prompt]], params)
         assert found.token_ids == expected.token_ids
         assert len(found.stats.accepted_lengths) < 40, "drafts were accepted"
+    (judged,) = engine.generate([[VOCAB - 1 - token for token in prompt]], replace(params, seed=None))
+    assert len(judged.stats.accepted_lengths) < 40, "drafts were accepted by their distributions"
     drafted = set(engine.drafter.frequent_head.tokens.tolist())
     assert {VOCAB - 1 - token for token in prompt} <= drafted
 

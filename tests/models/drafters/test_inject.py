@@ -13,17 +13,18 @@ from volley.models.layers.accelerate import accelerate
 
 CPU = torch.device("cpu")
 TAPS = 2 * 32
+SLOTS = 650
 
 
 def by_layers(drafter: Drafter, kind: KVDtype, features: torch.Tensor, positions: torch.Tensor, slots):  # type: ignore[no-untyped-def]
-    store = make_store(kind, drafter.kv_shapes, 50, features.dtype, CPU)
+    store = make_store(kind, drafter.kv_shapes, SLOTS, features.dtype, CPU)
     for layer, (keys, values) in enumerate(drafter.context_kv(features, positions)):
         store.write(layer, slots, keys, values)
     return store
 
 
 @given(
-    count=st.integers(1, 9),
+    count=st.integers(1, 9) | st.sampled_from([256, 257, 600]),
     layers=st.integers(1, 3),
     kind=st.sampled_from(["auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
@@ -32,14 +33,14 @@ def by_layers(drafter: Drafter, kind: KVDtype, features: torch.Tensor, positions
 def test_random_features(count: int, layers: int, kind: KVDtype, seed: int, scattered: bool) -> None:
     drafter = random_drafter(seed, num_hidden_layers=layers)
     features, positions = torch.randn(count, TAPS), torch.randint(500, (count,))
-    slots = torch.randperm(50)[:count] if scattered else slice(7, 7 + count)
-    store = make_store(kind, drafter.kv_shapes, 50, torch.float32, CPU)
+    slots = torch.randperm(SLOTS)[:count] if scattered else slice(7, 7 + count)
+    store = make_store(kind, drafter.kv_shapes, SLOTS, torch.float32, CPU)
     Injection(drafter, store)(features, positions, slots)
     expected = by_layers(drafter, kind, features, positions, slots)
     for layer in range(layers):
         for mine, theirs in zip(store.read(layer, slots), expected.read(layer, slots), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        assert float(store.read(layer, slice(0, 50))[0].abs().sum()) > 0
+        assert float(store.read(layer, slice(0, SLOTS))[0].abs().sum()) > 0
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -49,7 +50,7 @@ def test_half_precision(packed: bool, biased: bool) -> None:
     if packed:
         accelerate(drafter)
     features, positions = torch.randn(12, TAPS).bfloat16(), torch.arange(12)
-    store = make_store("auto", drafter.kv_shapes, 50, torch.bfloat16, CPU)
+    store = make_store("auto", drafter.kv_shapes, SLOTS, torch.bfloat16, CPU)
     Injection(drafter, store)(features, positions, slice(0, 12))
     expected = by_layers(drafter, "auto", features, positions, slice(0, 12))
     for layer in range(2):

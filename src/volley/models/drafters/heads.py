@@ -273,6 +273,23 @@ class BoundHead:
 
         return after
 
+    def drafted_transitions(self, hidden: Tensor, logits: Tensor) -> tuple[Callable[..., Tensor], Tensor | None]:
+        """:meth:`transitions` with logits ``[n, m]`` of the tokens ``[m]`` that are drafted alone, and these; ``None``: all."""
+        if self._frequent is None:
+            return self.transitions(hidden, logits, ()), None
+        own, tokens = self._context(hidden), self._frequent.tokens.clone()  # which change
+        few = torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
+
+        def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
+            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
+            mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
+            corrected: Tensor = few[where]
+            corrected[:, :FIRST] += self.product(mixed)
+            corrected[:, FIRST:] += linear(mixed, self.outputs[FIRST : len(tokens)])
+            return corrected
+
+        return after, tokens
+
     def chooser(
         self, hidden: Tensor, logits: Tensor
     ) -> Callable[[int, int, NDArray[np.uint8]], tuple[int, float] | None] | None:

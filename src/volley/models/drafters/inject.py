@@ -15,6 +15,8 @@ from volley.models.drafters.drafter import Drafter, DraftLayer, JoinedKV, rotate
 from volley.models.layers.accelerate import packing_pays
 from volley.models.layers.products import Float8Product, make_product
 
+_TOKENS_AT_ONCE = 256  # whose K/V are made, beside what the store keeps
+
 
 def join_kv(drafter: Drafter) -> JoinedKV:
     """A copy of all layers' ``k_proj`` and ``v_proj`` as one product, and of their ``k_norm``."""
@@ -53,7 +55,14 @@ class Injection:
             cos, sin = self.drafter.rotary(positions, projected.dtype)
             inject(projected, self._joined[1], self.drafter.config.rms_norm_eps, cos, sin, self.store, slots)
         else:
-            self.store.write_layers(slots, *self.keys_values(features, positions))
+            for start in range(0, len(features), _TOKENS_AT_ONCE):
+                some = slice(start, start + _TOKENS_AT_ONCE)
+                keys, values = self.keys_values(features[some], positions[some])
+                if isinstance(slots, Tensor):
+                    own: slice | Tensor = slots[some]
+                else:
+                    own = slice(slots.start + start, slots.start + start + keys.shape[1])
+                self.store.write_layers(own, keys, values)
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """K and V ``[layers, T, kv_heads, d]``: what :meth:`Drafter.context_kv` computes."""

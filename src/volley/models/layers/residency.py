@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 _ON_LINUX = sys.platform == "linux"
 _TRIMMED_FROM, _MAPPED_FROM = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
-_LARGEST_KEPT = 32 * 2**20  # where glibc's own rule ends
+_LARGEST_KEPT = 8 * 2**20  # glibc's own rule ends at 32 MiB
 _DONT_NEED = 4  # MADV_DONTNEED: the pages of a file leave this process, and come again if they are read
 
 
@@ -96,8 +96,8 @@ class StackedRows:
 def giving_back() -> Iterator[None]:
     """Forget what was read of libraries, before and after; inside, what is freed in large parts goes back to the system at once.
 
-    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size, up to 32 MiB; so it
-    does again afterwards.
+    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size; so it does again
+    afterwards, but less than by its own rule.
     """
     forget_libraries()
     library = _c_library()

@@ -26,12 +26,14 @@ def made_up(
     causal: bool,
     context: int,
 ) -> tuple[RaggedBatch, KVStore]:
-    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``."""
-    pages = -(-(context + max(lengths)) // _PAGE)
-    tables = [BlockTable(_PAGE, range(i * pages, (i + 1) * pages)) for i in range(len(lengths))]
-    segments = [Segment(table, context, length, causal) for table, length in zip(tables, lengths, strict=True)]
+    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``.
+
+    All have the same pages: what these hold is no matter, and pages of their own may be a hundred MiB.
+    """
+    table = BlockTable(_PAGE, range(-(-(context + max(lengths)) // _PAGE)))
+    segments = [Segment(table, context, length, causal) for length in lengths]
     batch = RaggedBatch(segments, torch.tensor(made_up_tokens(sum(lengths)), device=device))
-    return batch, make_store("auto", shapes, len(lengths) * pages * _PAGE, dtype, device)
+    return batch, make_store("auto", shapes, len(table.pages) * _PAGE, dtype, device)
 
 
 def context_of(lengths: Sequence[int], longest: int) -> int:
