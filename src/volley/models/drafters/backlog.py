@@ -27,8 +27,13 @@ class KeptRun:
         """Of its last tokens, once it is closed: those before them have no place any more."""
 
 
+_FEW = 256  # tokens whose room is kept while none waits
+
+
 class Backlog:
     """Each step adds its features whole, and what a token of them is worked out when all are written.
+
+    They are copied to one place: on a CPU, a part of each step in the heap would leave gaps that the next logits do not fit in.
 
     Runs are closed while their request still has the slots. So a slot that changed hands ends with what its last owner put there,
     who closed last.
@@ -36,7 +41,7 @@ class Backlog:
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._features: list[Tensor] = []
+        self._room: Tensor | None = None  # the first rows are features
         self._runs: list[KeptRun] = []  # of each request in each step
         self._counts: list[int] = []  # and how many tokens it added to its run
         self._closed: list[KeptRun] = []
@@ -48,10 +53,16 @@ class Backlog:
 
     def add(self, features: Tensor, runs: Sequence[KeptRun], counts: Sequence[int]) -> None:
         """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
-        self._features.append(features)
+        room, first, end = self._room, self._num_tokens, self._num_tokens + len(features)
+        if room is None or end > len(room):
+            self._room = features.new_empty(max(_FEW, end), features.shape[1])
+            if room is not None:
+                self._room[:first] = room[:first]
+            room = self._room
+        room[first:end] = features
         self._runs += runs
         self._counts += counts
-        self._num_tokens += len(features)
+        self._num_tokens = end
         for run, count in zip(runs, counts, strict=True):
             run.end += count
 
@@ -62,12 +73,14 @@ class Backlog:
 
     def write(self) -> None:
         """Write all of it, in one product for each adapter. All runs must be closed."""
-        parts, runs, counts, closed = self._features, self._runs, self._counts, self._closed
-        self._features, self._runs, self._counts, self._closed, self._num_tokens = [], [], [], [], 0
-        if not closed:
+        runs, counts, closed, room, total = self._runs, self._counts, self._closed, self._room, self._num_tokens
+        self._runs, self._counts, self._closed, self._num_tokens = [], [], [], 0
+        if not closed or room is None:
             return
+        if len(room) > _FEW:
+            self._room = None
         rows, positions, kv_slots = _places(runs, counts, closed)
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        features = room[:total]
         adapters = list(dict.fromkeys(run.adapter for run in closed))
         owners = np.repeat([adapters.index(run.adapter) for run in closed], [len(run.kv_slots) for run in closed])
         is_last = _is_last(kv_slots)
