@@ -348,11 +348,18 @@ class Trainer(Resumable):
 
 @torch.no_grad()
 def held_out(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, documents: Documents, mask: int, most: int = 24
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    documents: Documents,
+    mask: int,
+    most: int = 24,
+    *,
+    in_order: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Nats per token of the first rows of each domain's held-out text: causally, and the bound of blocks of each length.
 
-    The bound is that of revealing in random order: of k slots masked, k uniform, each has the weight L / k.
+    The bound is that of revealing in random order: of k slots masked, k uniform, each has the weight L / k. With ``in_order``
+    also :func:`surest_first`.
     """
     noise = torch.Generator().manual_seed(0)
     parts: dict[str, list[Text]] = {}
@@ -373,8 +380,26 @@ def held_out(
             logs = nats(model, hidden[:, ROW:], rows.tokens.gather(1, blocks.places.flatten(1)))
             weights = (work.masked / number).flatten(1)
             sums[f"bound {size}"] = float((logs * weights).sum()) / starts.numel()
+            if in_order:
+                sums[f"surest first {size}"] = surest_first(model, rows, blocks, mask)
         sums["causal"] = float(nats(model, hidden[:, : ROW - 1], rows.tokens[:, 1:]).mean())
     return {domain: {name: round(value, 4) for name, value in sums.items()} for domain, sums in found.items()}
+
+
+def surest_first(model: Qwen3ForCausalLM, rows: Text, blocks: Blocks, mask: int) -> float:
+    """Nats per token where each pass reveals the one slot that it is surest of, as text is written with a high threshold.
+
+    The slot is chosen by what is revealed, not by its own token, so this is the likelihood of writing so, and no bound.
+    """
+    masked, sum_of_nats = torch.ones(blocks.places.shape, dtype=torch.bool), 0.0
+    tokens = rows.tokens.gather(1, blocks.places.flatten(1))
+    for _ in range(blocks.size):
+        hidden = states(model, Pass.of(rows, blocks, masked, mask))[:, ROW:]
+        sure = torch.stack([model.lm_head(own).log_softmax(-1).amax(-1) for own in hidden]).view_as(masked)
+        slot = sure.masked_fill(~masked, -math.inf).argmax(-1, keepdim=True)
+        sum_of_nats += float(nats(model, hidden, tokens).view_as(sure).gather(-1, slot).sum())
+        masked.scatter_(-1, slot, value=False)
+    return sum_of_nats / tokens.numel()
 
 
 def nats(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -389,7 +414,7 @@ def score(folder: Path, data: Path) -> None:
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     chats = load_chats(data, held_out=True)
     documents = [name for name, _, _ in chats], encode(tokenizer, chats)
-    found = held_out(model, tokenizer, documents, tokenizer.convert_tokens_to_ids("<|mask|>"))
+    found = held_out(model, tokenizer, documents, tokenizer.convert_tokens_to_ids("<|mask|>"), in_order=True)
     names = list(next(iter(found.values())))
     print(f"| domain | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for domain, losses in found.items():

@@ -114,6 +114,27 @@ def test_both_halves_are_those_of_dense_passes(size: int) -> None:
 
 
 @torch.no_grad()
+def test_what_is_surest_is_revealed_first() -> None:
+    model, noise, size = tiny_model(), torch.Generator().manual_seed(5), 4
+    tokens = torch.randint(4, 8000, (1, training.ROW), generator=noise)
+    rows = training.Text(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    blocks = training.choose_blocks(rows, size, 3, noise)
+    found = training.surest_first(model, rows, blocks, MASK)
+    model.set_attn_implementation("eager")
+    masked, expected = torch.ones(1, 3, size, dtype=torch.bool), list[float]()
+    for _ in range(size):
+        work = training.Pass.of(rows, blocks, masked, MASK)
+        laws = model.lm_head(dense_states(model, work, 0)[training.ROW :]).log_softmax(-1).view(3, size, -1)
+        for block, start in enumerate(blocks.starts[0].tolist()):
+            left = [slot for slot in range(size) if masked[0, block, slot]]
+            slot = max(left, key=lambda own, block=block: float(laws[block, own].max()))
+            expected.append(-float(laws[block, slot, tokens[0, start + slot]]))
+            masked[0, block, slot] = False
+    assert not masked.any()
+    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+
+
+@torch.no_grad()
 def test_blocks_begin_within_answers() -> None:
     is_answer = torch.zeros(2, training.ROW, dtype=torch.bool)
     is_answer[0, 100:120] = True
@@ -171,9 +192,14 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
     answers(tmp_path / "diffusion")
     training.score(tmp_path / "diffusion", options.data)
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| math")]
-    losses = [float(loss) for loss in row.split("|")[2:-1]]
-    assert losses == pytest.approx([report["held_out"]["math"][name] for name in report["held_out"]["math"]], abs=0.02)
+    printed = capsys.readouterr().out.splitlines()
+    heads, row = (
+        next(line.split(" | ") for line in printed if line.startswith(f"| {name}")) for name in ("dom", "math")
+    )
+    losses = {name.strip(" |"): float(loss.strip(" |")) for name, loss in zip(heads[1:], row[1:], strict=True)}
+    assert losses.keys() - set(report["held_out"]["math"]) == {f"surest first {size}" for size in (4, 8, 16)}
+    for name, loss in report["held_out"]["math"].items():
+        assert losses[name] == pytest.approx(loss, abs=0.02)
     check_shortened(options.out / "model", tmp_path / "diffusion")
 
 

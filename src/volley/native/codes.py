@@ -1,12 +1,13 @@
 """How weights lie in the products of ``products.c``: bf16 numbers or codes, in blocks of 16 outputs; and rounding to codes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from volley.native.library import functions, is_built, pointer
+from volley.native.pages import in_large_pages
 
 Weights = Literal["bf16", "int8", "int4"]
 KINDS: tuple[Weights, ...] = get_args(Weights)
@@ -90,16 +91,21 @@ class LaidOut(NamedTuple):
     """``[out]``, or ``[out / 16, groups, 16]``."""
 
     @classmethod
-    def unset(cls, kind: Weights, group: int, outputs: int, inputs: int) -> "LaidOut":
-        """Room for a weight of so many outputs, in whole blocks; ``group``: inputs that share a scale of codes."""
+    def unset(
+        cls, kind: Weights, group: int, outputs: int, inputs: int, empty: Callable[..., Tensor] = torch.empty
+    ) -> "LaidOut":
+        """Room for a weight of so many outputs, in whole blocks; ``group``: inputs that share a scale of codes.
+
+        ``empty(shape, dtype=…)`` makes that of the codes.
+        """
         blocks = -(-outputs // BLOCK)
         if kind == "bf16":
-            return cls(torch.empty(blocks, inputs // 2, BLOCK, 2, dtype=torch.bfloat16), None)
+            return cls(empty((blocks, inputs // 2, BLOCK, 2), dtype=torch.bfloat16), None)
         shape = (inputs // 4, BLOCK, 4) if kind == "int8" else (inputs // 8, 4 * BLOCK)
         dtype = torch.float16 if group == FINE else torch.float32
         by_output = kind == "int8" and group == GROUP
         scales = (blocks * BLOCK,) if by_output else (blocks, inputs // group, BLOCK)
-        return cls(torch.empty(blocks, *shape, dtype=torch.uint8), torch.empty(scales, dtype=dtype))
+        return cls(empty((blocks, *shape), dtype=torch.uint8), torch.empty(scales, dtype=dtype))
 
     def blocks(self, blocks: slice) -> "LaidOut":
         """Some blocks of outputs, in the same memory."""
@@ -110,7 +116,7 @@ class LaidOut(NamedTuple):
 def lay_out(weight: WeightSource, kind: Weights, stored: CodeSource | None = None) -> LaidOut:
     """``weight [out, in]``, some rows after others, as these may have to be read first; ``stored``: its codes."""
     outputs, inputs = weight.shape
-    whole = LaidOut.unset(kind, GROUP if stored is None else stored.group, outputs, inputs)
+    whole = LaidOut.unset(kind, GROUP if stored is None else stored.group, outputs, inputs, in_large_pages)
     step = max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
     for first in range(0, outputs, step):
         rows = slice(first, min(first + step, outputs))

@@ -259,7 +259,7 @@ class BoundHead:
 
         def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
             where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
-            mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
+            mixed = self._mixed(before, None if own is None else own[where])
             if among is not None:
                 among = among.to(logits.device)
                 return logits[where][:, among] + linear(mixed, self.outputs[self._places(among)])
@@ -277,18 +277,22 @@ class BoundHead:
         """:meth:`transitions` with logits ``[n, m]`` of the tokens ``[m]`` that are drafted alone, and these; ``None``: all."""
         if self._frequent is None:
             return self.transitions(hidden, logits, ()), None
-        own, tokens = self._context(hidden), self._frequent.tokens.clone()  # which change
+        own, tokens = self._context(hidden), self._frequent.tokens.clone()  # these change
         few = torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
             where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
-            mixed = self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
+            mixed = self._mixed(before, None if own is None else own[where])
             corrected: Tensor = few[where]
             corrected[:, :FIRST] += self.product(mixed)
             corrected[:, FIRST:] += linear(mixed, self.outputs[FIRST : len(tokens)])
             return corrected
 
         return after, tokens
+
+    def _mixed(self, before: Tensor, own: Tensor | None) -> Tensor:
+        """What the outputs' table is multiplied by after tokens ``before [n]``: ``[n, r]``."""
+        return self.head.mix(embedding(self._places(before), self.rows), own)
 
     def chooser(
         self, hidden: Tensor, logits: Tensor
