@@ -434,7 +434,9 @@ if __name__ == "__main__":
     parser.add_argument("--causal-weight", type=float, default=0.5, help="of the next-token loss")
     parser.add_argument("--compile", action="store_true", help="compile a layer: a minute, then faster steps")
     parser.add_argument(
-        "--score", action="store_true", help="only measure --target on held-out text, a model of both kinds"
+        "--score",
+        action="store_true",
+        help="only measure --target on held-out text, a model of both kinds: some minutes",
     )
     options = parser.parse_args()
     if options.score:
