@@ -395,17 +395,26 @@ def surest_first(model: Qwen3ForCausalLM, rows: Text, blocks: Blocks, mask: int)
     tokens = rows.tokens.gather(1, blocks.places.flatten(1))
     for _ in range(blocks.size):
         hidden = states(model, Pass.of(rows, blocks, masked, mask))[:, ROW:]
-        sure = torch.stack([model.lm_head(own).log_softmax(-1).amax(-1) for own in hidden]).view_as(masked)
-        slot = sure.masked_fill(~masked, -math.inf).argmax(-1, keepdim=True)
-        sum_of_nats += float(nats(model, hidden, tokens).view_as(sure).gather(-1, slot).sum())
+        own, least = (found.view(masked.shape) for found in nats_of(model, hidden, tokens))
+        slot = least.masked_fill(~masked, math.inf).argmin(-1, keepdim=True)
+        sum_of_nats += float(own.gather(-1, slot).sum())
         masked.scatter_(-1, slot, value=False)
     return sum_of_nats / tokens.numel()
 
 
 def nats(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """−log p of ``tokens [B, N]``, row by row of the batch."""
-    laws = (model.lm_head(rows).log_softmax(-1) for rows in hidden)
-    return torch.stack([-law.gather(1, own[:, None])[:, 0] for law, own in zip(laws, tokens, strict=True)])
+    """−log p of ``tokens [B, N]``."""
+    return nats_of(model, hidden, tokens)[0]
+
+
+def nats_of(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """−log p of ``tokens [B, N]``, and of the likeliest token of each place, row by row of the batch."""
+    own, least = list[Tensor](), list[Tensor]()
+    for rows, ids in zip(hidden, tokens, strict=True):
+        law = model.lm_head(rows).log_softmax(-1)
+        own.append(-law.gather(1, ids[:, None])[:, 0])
+        least.append(-law.amax(-1))
+    return torch.stack(own), torch.stack(least)
 
 
 def score(folder: Path, data: Path) -> None:

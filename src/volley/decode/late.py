@@ -72,7 +72,7 @@ def _take_tokens(proposal: Proposal, values: list[int]) -> None:
 def late_proposals(
     works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None, drafted: Tensor | None = None
 ) -> list[Proposal]:
-    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, n]`` that they were drawn from."""
+    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, n]`` over ``drafted [n]`` that they come from."""
     sizes = [work.ask.positions for work in works]
     each = [None] * len(works) if probs is None else torch.split(probs, sizes)
     parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)

@@ -166,7 +166,7 @@ def draw(weights: Tensor, uniforms: Numbers | Tensor) -> Tensor:
     part, left = _invert(masses, places)
     inside = (1 - left / masses.gather(-1, part)).clamp_min_(0)
     token, _ = _invert(parts.take_along_dim(part[..., None], dim=1)[:, 0], inside)
-    return (part * _PART + token)[:, 0].clamp_max_(size - 1)  # a row of NaN has no place
+    return (part * _PART + token)[:, 0].clamp_max_(size - 1)  # nor may it be in the padding
 
 
 def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def _invert(weights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:]
     places = (places * total).minimum(total.nextafter(torch.zeros_like(total)))
-    entry = torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[-1] - 1)
+    entry = torch.searchsorted(sums, places, right=True).clamp_max_(sums.shape[-1] - 1)  # a row of NaN has no place
     return entry, sums.gather(-1, entry) - places
 
 

@@ -54,10 +54,10 @@ class Backlog:
         """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
         room, first, end = self._room, self._num_tokens, self._num_tokens + len(features)
         if room is None or end > len(room):
-            self._room = features.new_empty(max(_FEW, end), features.shape[1])
-            if room is not None:
-                self._room[:first] = room[:first]
-            room = self._room
+            before, room = room, features.new_empty(max(_FEW, end), features.shape[1])
+            if before is not None:
+                room[:first] = before[:first]
+            self._room = room
         room[first:end] = features
         self._runs += runs
         self._counts += counts

@@ -258,18 +258,14 @@ class BoundHead:
         own = self._context(hidden)
 
         def after(rows: list[int], token_ids: list[int] | Tensor, among: Tensor | None = None) -> Tensor:
-            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
-            mixed = self._mixed(before, None if own is None else own[where])
+            where, mixed = self._mixed(own, rows, token_ids, logits.device)
             if among is not None:
                 among = among.to(logits.device)
                 return logits[where][:, among] + linear(mixed, self.outputs[self._places(among)])
             corrected: Tensor = logits[where]
             if self._frequent is None:
                 return corrected + self.product(mixed)  # type: ignore[no-any-return]
-            seen = self._frequent.tokens[FIRST:]
-            corrected[:, :FIRST] += self.product(mixed)
-            corrected[:, seen] += linear(mixed, self.outputs[FIRST : FIRST + len(seen)])
-            return corrected
+            return self._correct(corrected, mixed, self._frequent.tokens[FIRST:])
 
         return after
 
@@ -281,18 +277,24 @@ class BoundHead:
         few = torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
-            where, before = (upload_indices(indices, logits.device) for indices in (rows, token_ids))
-            mixed = self._mixed(before, None if own is None else own[where])
-            corrected: Tensor = few[where]
-            corrected[:, :FIRST] += self.product(mixed)
-            corrected[:, FIRST:] += linear(mixed, self.outputs[FIRST : len(tokens)])
-            return corrected
+            where, mixed = self._mixed(own, rows, token_ids, logits.device)
+            return self._correct(few[where], mixed, slice(FIRST, None))
 
         return after, tokens
 
-    def _mixed(self, before: Tensor, own: Tensor | None) -> Tensor:
-        """What the outputs' table is multiplied by after tokens ``before [n]``: ``[n, r]``."""
-        return self.head.mix(embedding(self._places(before), self.rows), own)
+    def _mixed(
+        self, own: Tensor | None, rows: list[int], token_ids: list[int] | Tensor, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Indices ``[n]`` of slots, and what the outputs' table is multiplied by there, after tokens: ``[n, r]``."""
+        where, before = (upload_indices(indices, device) for indices in (rows, token_ids))
+        return where, self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
+
+    def _correct(self, logits: Tensor, mixed: Tensor, seen: Tensor | slice) -> Tensor:
+        """Add the head's share, in place, to logits of the frequent head, whose columns ``seen`` are of the tokens seen last."""
+        assert self._frequent is not None
+        logits[:, :FIRST] += self.product(mixed)
+        logits[:, seen] += linear(mixed, self.outputs[FIRST : len(self._frequent.tokens)])
+        return logits
 
     def chooser(
         self, hidden: Tensor, logits: Tensor

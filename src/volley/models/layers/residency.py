@@ -1,21 +1,19 @@
 """What loading leaves in memory: pages of files that were read once, and what the allocator keeps after it."""
 
-import ctypes
 import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-_ON_LINUX = sys.platform == "linux"
+from volley.native.pages import DONT_NEED, ON_LINUX, advise, c_library
+
 _TRIMMED_FROM, _MAPPED_FROM = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 _LARGEST_KEPT = 8 * 2**20  # glibc's own rule ends at 32 MiB
-_DONT_NEED = 4  # MADV_DONTNEED: the pages of a file leave this process, and come again if they are read
 
 
 class MappedFiles:
@@ -23,7 +21,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
-        lines = Path("/proc/self/maps").read_text().splitlines() if _ON_LINUX else []
+        lines = Path("/proc/self/maps").read_text().splitlines() if ON_LINUX else []
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split()
             if inode != "0":
@@ -45,7 +43,7 @@ class MappedFiles:
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end and self.covers(begin, end):
-            _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
+            advise(begin, end - begin, DONT_NEED)
 
     def forget_all(self, module: nn.Module) -> None:
         """Give back the memory of every weight of a module that lies in a mapped file."""
@@ -58,7 +56,7 @@ def forget_libraries() -> None:
 
     They come again from their files where they are needed. A mapping that may be written to, or with a page that was, stays.
     """
-    if not _ON_LINUX:
+    if not ON_LINUX:
         return
     begin, end, is_read = 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -68,7 +66,7 @@ def forget_libraries() -> None:
             begin, end = (int(address, 16) for address in name.split("-"))
             is_read = inode != "0" and "w" not in permissions and ".so" in line
         elif name == "Anonymous:" and is_read and rest.split()[0] == "0":
-            _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONT_NEED)
+            advise(begin, end - begin, DONT_NEED)
 
 
 class StackedRows:
@@ -100,8 +98,8 @@ def giving_back() -> Iterator[None]:
     afterwards, but less than by its own rule.
     """
     forget_libraries()
-    library = _c_library()
-    if not (_ON_LINUX and hasattr(library, "mallopt")):
+    library = c_library()
+    if not (ON_LINUX and hasattr(library, "mallopt")):
         yield
         return
     library.mallopt(_MAPPED_FROM, 2**20)
@@ -125,10 +123,5 @@ def trimmed() -> Iterator[None]:
 
 def trim() -> None:
     """Return what the allocator keeps for later to the system, where that can be asked for."""
-    if _ON_LINUX and hasattr(_c_library(), "malloc_trim"):
-        _c_library().malloc_trim(0)
-
-
-@cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+    if ON_LINUX and hasattr(c_library(), "malloc_trim"):
+        c_library().malloc_trim(0)
