@@ -148,13 +148,13 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            scratch = code_scratch(len(rows), self.inputs, self.group) if self.kind != "bf16" else (None, None, None)
+            room = input_room(len(rows), self.inputs, None if self.kind == "bf16" else self.group)
             functions().linear(
                 *(
                     byref(self.struct),
                     rows.data_ptr(),
                     rows.stride(0),
-                    *map(pointer, scratch),
+                    *map(pointer, room),
                     out.data_ptr(),
                     len(rows),
                 )
@@ -206,11 +206,9 @@ def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def code_scratch(rows: int, inputs: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the codes of inputs, their scales and their sums."""
-    groups = inputs // group
-    return (
-        torch.empty(rows * inputs, dtype=torch.int8),
-        torch.empty(rows * groups),
-        torch.empty(rows * groups, dtype=torch.int32),
-    )
+def input_room(rows: int, inputs: int, group: int | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Room for inputs as a kernel reads them, in bf16 or in codes, and for the scales and sums of codes in groups."""
+    values = torch.empty(rows * inputs, dtype=torch.bfloat16)
+    if group is None:
+        return values, None, None
+    return values, torch.empty(rows * (inputs // group)), torch.empty(rows * (inputs // group), dtype=torch.int32)

@@ -21,20 +21,10 @@ typedef struct {
 
 typedef struct { /* room for one layer */
     bf16 *normed, *rows, *mixed, *gated, *active;
-    int8_t *codes;
+    int8_t *values;
     float *scales;
     int32_t *sums;
 } Scratch;
-
-static void product(const Product *product, const bf16 *x, Quantised codes, int64_t tokens, bf16 *out, int64_t add) {
-    if (product->kind != BF16) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < tokens; row++) quantise(product, x, product->inputs, codes, row, row + 1);
-    }
-    int64_t blocks = num_blocks(product), thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    multiply(product, x, product->inputs, codes, tokens, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
-#pragma omp barrier
-}
 
 static void norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t tokens, const Shape *shape) {
 #pragma omp for schedule(static)
@@ -58,12 +48,12 @@ static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, 
                       const Scratch *scratch) {
     int64_t tokens = plan->tokens, dim = shape->dim, inner = shape->inner, parts = (inner + 511) / 512;
     int64_t width = (shape->heads + 2 * shape->shared) * dim;
-    Quantised codes = {scratch->codes, scratch->scales, scratch->sums};
+    Prepared room = {scratch->values, scratch->scales, scratch->sums};
     bf16 *rows = scratch->rows, *keys = rows + shape->heads * dim;
     AttentionCall call = {rows, keys, keys + shape->shared * dim, layer->key_pool, layer->value_pool, scratch->mixed,
                           width, shape->heads, shape->shared, dim, shape->scale};
     norm(x, layer->first_norm, scratch->normed, tokens, shape);
-    product(&layer->project, scratch->normed, codes, tokens, rows, 0);
+    multiply(&layer->project, scratch->normed, layer->project.inputs, room, tokens, rows, 0);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < tokens; row++) {
         turn_row(rows + row * width, layer->query_norm, layer->key_norm, cos + row * dim, sin + row * dim, shape->heads,
@@ -71,16 +61,16 @@ static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, 
         store_row(&call, plan, row);
     }
     attend_all(&call, plan);
-    product(&layer->output, scratch->mixed, codes, tokens, x, 1);
+    multiply(&layer->output, scratch->mixed, layer->output.inputs, room, tokens, x, 1);
     norm(x, layer->second_norm, scratch->normed, tokens, shape);
-    product(&layer->gate_up, scratch->normed, codes, tokens, scratch->gated, 0);
+    multiply(&layer->gate_up, scratch->normed, layer->gate_up.inputs, room, tokens, scratch->gated, 0);
 #pragma omp for schedule(static)
     for (int64_t part = 0; part < tokens * parts; part++) {
         int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
         const bf16 *gate = scratch->gated + row * 2 * inner + from;
         gate_row(gate, gate + inner, scratch->active + row * inner + from, size);
     }
-    product(&layer->down, scratch->active, codes, tokens, x, 1);
+    multiply(&layer->down, scratch->active, layer->down.inputs, room, tokens, x, 1);
 }
 
 /* States x [tokens, hidden] through ``count`` layers, in place; cos and sin are [tokens, dim]. The states after the layers

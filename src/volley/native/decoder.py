@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from volley.native import GROUP, Product, ProductStruct, code_scratch, functions, pointer
+from volley.native import GROUP, Product, ProductStruct, functions, input_room, pointer
 from volley.native.codes import FINE
 
 
@@ -47,7 +47,7 @@ class _Shape(Structure):
 
 class _Scratch(Structure):
     _fields_ = tuple(
-        (name, c_void_p) for name in ("normed", "rows", "mixed", "gated", "active", "codes", "scales", "sums")
+        (name, c_void_p) for name in ("normed", "rows", "mixed", "gated", "active", "values", "scales", "sums")
     )
 
 
@@ -169,6 +169,6 @@ class Decoder:
             widest = max(hidden, inner, heads)
             widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
             room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += code_scratch(tokens, -(-widest // GROUP) * GROUP, FINE)
+            room += input_room(tokens, -(-widest // GROUP) * GROUP, FINE)
             self._room = (tokens, _Scratch(*map(pointer, room)), room)
         return self._room[1]

@@ -6,13 +6,31 @@
 #include "products.h"
 
 #include <float.h>
+#include <omp.h>
 
 #if X86
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
-int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
+#define UNIT 4   /* bytes of a row that one dot product takes: two inputs in bf16, or four codes */
+#define TILE 16  /* rows whose units lie together */
+#define LONG 512 /* inputs from which on several blocks are multiplied at once; shorter ones are read faster one after another */
+
+static int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
+
+int has_tiles, has_dot;
+
+/* Rows up to which codes are multiplied without tiles, which want int4 opened first. */
+static int64_t most_direct(const Product *product) { return product->kind == INT4 ? 4 : 1; }
+
+static int uses_tiles(const Product *product, int64_t rows) {
+    return has_tiles && (product->kind == BF16 || rows > most_direct(product));
+}
+
+/* Whether the kernel reads x as it is. */
+static int reads_rows(const Product *product, int64_t rows) {
+    return product->kind == BF16 && (!has_dot || has_tiles || rows == 1);
+}
 
 /* Numbers below it are zeros: 127 divided by them would be infinite. */
 static const float LEAST = 1e-30f;
@@ -36,18 +54,44 @@ INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes,
     *sum = -zero * total;
 }
 
-FOR_EACH_CPU static void quantise_row(const Product *product, const bf16 *x, int8_t *codes, float *scales, int32_t *sums) {
+/* Inputs [begin, end) of all rows in codes. ``in_units``: as dot products read them (prepare). */
+FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t stride, int64_t rows, int in_units, Prepared to,
+                                  int64_t begin, int64_t end) {
+    int64_t inputs = product->inputs, group = product->group, groups = inputs / group;
     int32_t zero = product->kind == INT4 ? 8 : 128;
-    if (product->group == FINE)
-        for (int64_t at = 0; at < product->inputs; at += FINE) quantise_group(x + at, FINE, zero, codes + at, scales++, sums++);
-    else
-        for (int64_t at = 0; at < product->inputs; at += GROUP) quantise_group(x + at, GROUP, zero, codes + at, scales++, sums++);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t first = row / TILE * TILE, count = in_units ? (rows - first < TILE ? rows - first : TILE) : 1;
+        int8_t *own = to.values + (in_units ? first * inputs + (row - first) * UNIT : row * inputs);
+        for (int64_t at = begin; at < end; at += group) {
+            int8_t codes[GROUP];
+            int64_t place = row * groups + at / group;
+            if (group == FINE)
+                quantise_group(x + row * stride + at, FINE, zero, codes, to.scales + place, to.sums + place);
+            else
+                quantise_group(x + row * stride + at, GROUP, zero, codes, to.scales + place, to.sums + place);
+            for (int64_t i = 0; i < group; i += UNIT) memcpy(own + (at + i) * count, codes + i, UNIT);
+        }
+    }
 }
 
-void quantise(const Product *product, const bf16 *x, int64_t stride, Quantised to, int64_t begin, int64_t end) {
-    int64_t inputs = product->inputs, groups = inputs / product->group;
-    for (int64_t row = begin; row < end; row++)
-        quantise_row(product, x + row * stride, to.codes + row * inputs, to.scales + row * groups, to.sums + row * groups);
+/* bf16 inputs [begin, end) of all rows as dot products read them. */
+static void interleave(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
+    for (int64_t first = 0; first < rows; first += TILE) {
+        int64_t count = rows - first < TILE ? rows - first : TILE;
+        int8_t *own = to.values + first * product->inputs * 2;
+        for (int64_t at = begin; at < end; at += 2)
+            for (int64_t r = 0; r < count; r++) memcpy(own + at * 2 * count + r * UNIT, x + (first + r) * stride + at, UNIT);
+    }
+}
+
+/* Write inputs [begin, end) of x [rows, inputs] as the product's kernel reads them. Dot products read units of four bytes, of the
+ * rows of a tile one beside the other: [rows / 16][units][16, or the rows that are left]. Of one row that is the row. */
+static void prepare(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
+    int in_units = has_dot && !uses_tiles(product, rows);
+    if (product->kind != BF16)
+        quantise(product, x, stride, rows, in_units, to, begin, end);
+    else if (in_units)
+        interleave(product, x, stride, rows, to, begin, end);
 }
 
 FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 *out, int64_t add, int64_t block) {
@@ -57,10 +101,6 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
         out[first + i] = add ? narrow(widen(out[first + i]) + value) : narrow(value);
     }
 }
-
-#if X86
-
-int has_tiles, has_dot;
 
 /* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for ``bytes`` of inputs (5 has the rows of the last accumulator), 6 for weights. */
 AMX static void configure(int64_t rows, int64_t bytes) {
@@ -115,44 +155,57 @@ AMX static void block_amx(const uint8_t *codes, const bf16 *x, int64_t stride, i
     if (tiles > 3) _tile_stored(3, sums + 48, 64);
 }
 
-DOT static inline __attribute__((always_inline)) void rows_dot(const uint8_t *codes, const bf16 *x, int64_t stride,
-                                                               int64_t inputs, int count, float (*sums)[BLOCK]) {
-    __m512 own[8];
-    for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
-    for (int64_t at = 0; at < inputs; at += 2) {
-        __m512bh weights = (__m512bh)_mm512_loadu_si512(codes + at * 32);
-        _mm_prefetch((const char *)codes + at * 32 + AHEAD, _MM_HINT_T0);
+/* Add units [begin, end) of inputs to the sums of some blocks and of the ``count`` rows of a tile. */
+DOT INLINE void add_units(const uint8_t *codes, const int8_t *x, int64_t inputs, int64_t begin, int64_t end, int64_t ahead,
+                          int blocks, int count, __m512 *sums) {
+    UNROLLED(int64_t unit = begin; unit < end; unit++) {
+        __m512bh weights[3];
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t *place = codes + (b * inputs + unit * 2) * 32;
+            weights[b] = (__m512bh)_mm512_loadu_si512(place);
+            _mm_prefetch((const char *)place + ahead, _MM_HINT_T0);
+        }
         for (int r = 0; r < count; r++) {
             int32_t pair;
-            memcpy(&pair, x + r * stride + at, 4);
-            own[r] = _mm512_dpbf16_ps(own[r], (__m512bh)_mm512_set1_epi32(pair), weights);
-        }
-    }
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
-}
-
-DOT static void block_dot(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t rows,
-                          float (*sums)[BLOCK]) {
-    for (int64_t from = 0; from < rows; from += 8) {
-        const bf16 *own = x + from * stride;
-        switch (rows - from) {
-            case 1: rows_dot(codes, own, stride, inputs, 1, sums + from); break;
-            case 2: rows_dot(codes, own, stride, inputs, 2, sums + from); break;
-            case 3: rows_dot(codes, own, stride, inputs, 3, sums + from); break;
-            case 4: rows_dot(codes, own, stride, inputs, 4, sums + from); break;
-            case 5: rows_dot(codes, own, stride, inputs, 5, sums + from); break;
-            case 6: rows_dot(codes, own, stride, inputs, 6, sums + from); break;
-            case 7: rows_dot(codes, own, stride, inputs, 7, sums + from); break;
-            default: rows_dot(codes, own, stride, inputs, 8, sums + from);
+            memcpy(&pair, x + (unit * count + r) * UNIT, UNIT);
+            for (int b = 0; b < blocks; b++)
+                sums[b * count + r] = _mm512_dpbf16_ps(sums[b * count + r], (__m512bh)_mm512_set1_epi32(pair), weights[b]);
         }
     }
 }
 
-/* One group of inputs. What codes c of weights mean is (c - zero) times a scale, so zero times the sum of inputs goes. */
-DOT static inline __attribute__((always_inline)) void add_group(__m512i found, __m512 *sum, int32_t zero, float of_row,
-                                                                __m512 of_outputs) {
-    __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(found, _mm512_set1_epi32(zero)));
-    *sum = _mm512_fmadd_ps(exact, _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), *sum);
+/* Sums of ``blocks`` blocks and ``count`` rows, at most 24 together: as many as registers hold beside weights. */
+DOT INLINE void tile_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int blocks, int count, float (*sums)[MOST][BLOCK]) {
+    __m512 own[24];
+    int64_t units = inputs / 2, turn = blocks > 1 && units > AHEAD / 64 ? units - AHEAD / 64 : 0;
+    for (int i = 0; i < blocks * count; i++) own[i] = _mm512_setzero_ps();
+    add_units(codes, x, inputs, 0, turn, AHEAD, blocks, count, own);
+    /* What lies behind the end of a block is another one of these: the next are further on. */
+    add_units(codes, x, inputs, turn, units, AHEAD + (blocks - 1) * inputs * 32, blocks, count, own);
+    for (int b = 0; b < blocks; b++)
+        for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[b][r], own[b * count + r]);
+}
+
+/* Sums of blocks and of a tile of ``rows``. Memory is read fastest in one run, which is the bound for few rows. */
+DOT static void blocks_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int64_t blocks, int64_t rows,
+                           float (*sums)[MOST][BLOCK]) {
+    int64_t b = 0;
+#define RUN(wide, count)                                                                            \
+    case count:                                                                                     \
+        for (; b + wide <= blocks; b += wide) tile_dot(codes + b * inputs * 32, x, inputs, wide, count, sums + b); \
+        break;
+    if (inputs >= LONG)
+        switch (rows) { RUN(3, 7) RUN(3, 8) RUN(2, 9) RUN(2, 10) RUN(2, 11) RUN(2, 12) }
+    switch (rows) {
+        RUN(1, 1) RUN(1, 2) RUN(1, 3) RUN(1, 4) RUN(1, 5) RUN(1, 6) RUN(1, 7) RUN(1, 8)
+        RUN(1, 9) RUN(1, 10) RUN(1, 11) RUN(1, 12) RUN(1, 13) RUN(1, 14) RUN(1, 15) RUN(1, 16)
+    }
+#undef RUN
+}
+
+/* One group of inputs, whose exact sums were found. */
+DOT INLINE __m512 add_group(__m512i found, __m512 sum, float of_row, __m512 of_outputs) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(found), _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), sum);
 }
 
 DOT static inline __attribute__((always_inline)) void unpack(const uint8_t *codes, int quad, __m512i *low, __m512i *high) {
@@ -161,20 +214,22 @@ DOT static inline __attribute__((always_inline)) void unpack(const uint8_t *code
     *high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
 }
 
-/* The sums of one group of inputs for up to 4 rows. */
-DOT static inline __attribute__((always_inline)) void group_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int four,
-                                                                int group, int count, __m512i *found) {
-    for (int r = 0; r < count; r++) found[r] = _mm512_setzero_si512();
+/* Add one group of inputs to what is ``found``, for ``count`` rows of a tile of ``rows``. */
+DOT INLINE void group_dot(const uint8_t *codes, const int8_t *x, int64_t rows, int four, int group, int count, __m512i *found) {
     for (int quad = 0; quad < group / 4; quad += 2) {
         __m512i one, two;
+        const uint8_t *place = codes + quad * (four ? 32 : 64);
+        _mm_prefetch((const char *)place + AHEAD, _MM_HINT_T0);
         if (four)
             unpack(codes, quad, &one, &two);
-        else
-            one = _mm512_loadu_si512(codes + quad * 64), two = _mm512_loadu_si512(codes + quad * 64 + 64);
+        else {
+            one = _mm512_loadu_si512(place), two = _mm512_loadu_si512(place + 64);
+            _mm_prefetch((const char *)place + AHEAD + 64, _MM_HINT_T0);
+        }
         for (int r = 0; r < count; r++) {
             int32_t first, second;
-            memcpy(&first, x + r * inputs + quad * 4, 4);
-            memcpy(&second, x + r * inputs + quad * 4 + 4, 4);
+            memcpy(&first, x + (quad * rows + r) * UNIT, UNIT);
+            memcpy(&second, x + ((quad + 1) * rows + r) * UNIT, UNIT);
             found[r] = _mm512_dpbusd_epi32(found[r], one, _mm512_set1_epi32(first));
             found[r] = _mm512_dpbusd_epi32(found[r], two, _mm512_set1_epi32(second));
         }
@@ -187,30 +242,40 @@ DOT static inline __attribute__((always_inline)) __m512 group_scales(const void 
     return four ? _mm512_loadu_ps((const float *)scales + g * BLOCK) : _mm512_set1_ps(1.0f);
 }
 
-DOT static inline __attribute__((always_inline)) void rows_codes(const Product *product, const uint8_t *codes,
-                                                                 const void *scales, Quantised x, int64_t row, int four,
-                                                                 int group, int count, float (*sums)[BLOCK]) {
+/* Sums of ``count`` rows, from ``row`` on, of a tile of ``rows`` whose inputs are x. */
+DOT INLINE void rows_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t rows, int64_t row,
+                           int four, int group, int count, float (*sums)[BLOCK]) {
     int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
-    __m512 own[4];
+    __m512 own[8];
     for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
-        __m512i found[4];
-        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + g * bytes + AHEAD + line, _MM_HINT_T0);
-        group_dot(codes + g * bytes, x.codes + row * inputs + g * group, inputs, four, group, count, found);
+        __m512i found[8]; /* what codes c of weights mean is (c - zero) times a scale, so sums begin at -zero times the inputs */
+        for (int r = 0; r < count; r++) found[r] = _mm512_set1_epi32(x.sums[(row + r) * groups + g]);
+        group_dot(codes + g * bytes, x.values + g * group * rows + row * UNIT, rows, four, group, count, found);
         __m512 of_outputs = group_scales(scales, g, four, group);
-        for (int r = 0; r < count; r++) {
-            int64_t place = (row + r) * groups + g;
-            add_group(found[r], &own[r], x.sums[place], x.scales[place], of_outputs);
-        }
+        for (int r = 0; r < count; r++) own[r] = add_group(found[r], own[r], x.scales[(row + r) * groups + g], of_outputs);
     }
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[row + r], own[r]);
 }
 
-DOT static void block_codes(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row,
+#define ROWS_CODES(count) case count: rows_codes(product, codes, scales, x, rows, row, four, group, count, sums); break;
+DOT INLINE void tile_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t rows, int four,
+                           int group, float (*sums)[BLOCK]) {
+    for (int64_t row = 0; row < rows; row += 8)
+        switch (rows - row) {
+            ROWS_CODES(1) ROWS_CODES(2) ROWS_CODES(3) ROWS_CODES(4) ROWS_CODES(5) ROWS_CODES(6) ROWS_CODES(7)
+            default: rows_codes(product, codes, scales, x, rows, row, four, group, 8, sums);
+        }
+}
+#undef ROWS_CODES
+
+DOT static void block_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared prepared, int64_t row,
                             int64_t rows, float (*sums)[BLOCK]) {
-#define ROWS(four, group, r, count) rows_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
-    BY_KIND(product, rows)
-#undef ROWS
+    int64_t groups = product->inputs / product->group;
+    Prepared x = {prepared.values + row * product->inputs, prepared.scales + row * groups, prepared.sums + row * groups};
+#define CODES(four, group) tile_codes(product, codes, scales, x, rows, four, group, sums)
+    BY_KIND(product, CODES)
+#undef CODES
 }
 
 /* int4 codes of a group of weights, a byte each, as tiles read them. */
@@ -223,7 +288,7 @@ AMX static inline __attribute__((always_inline)) void open_group(const uint8_t *
 }
 
 /* What tiles read and write is on the stack: each use of a thread's own memory would be a call, which spills all vectors. */
-AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row,
+AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row,
                                 int64_t rows, float (*sums)[BLOCK]) {
     int64_t inputs = product->inputs, groups = inputs / product->group, tiles = (rows + 15) / 16;
     int four = product->kind == INT4, group = (int)product->group, bytes = four ? 8 * group : 16 * group;
@@ -233,7 +298,7 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
     if (four) open_group(codes, group, opened[0]);
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *own = codes + g * bytes;
-        const int8_t *inputs_of = x.codes + row * inputs + g * group;
+        const int8_t *inputs_of = x.values + row * inputs + g * group;
         PREFETCH(own, bytes)
         if (four) {
             if (g + 1 < groups) open_group(own + bytes, group, opened[(g + 1) & 1]); /* a turn early, or tiles would wait */
@@ -255,9 +320,8 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
         __m512 of_outputs = group_scales(scales, g, four, group);
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = (row + r) * groups + g;
-            __m512 sum = _mm512_loadu_ps(sums[r]);
-            add_group(_mm512_load_si512(found[r]), &sum, x.sums[place], x.scales[place], of_outputs);
-            _mm512_storeu_ps(sums[r], sum);
+            __m512i exact = _mm512_add_epi32(_mm512_load_si512(found[r]), _mm512_set1_epi32(x.sums[place]));
+            _mm512_storeu_ps(sums[r], add_group(exact, _mm512_loadu_ps(sums[r]), x.scales[place], of_outputs));
         }
     }
 }
@@ -267,29 +331,30 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
         for (int i = 0; i < BLOCK; i++) sums[r][i] *= scales[i];
 }
 
-/* Rows up to which codes are multiplied without tiles, which want int4 opened first. */
-static int64_t most_direct(const Product *product) { return product->kind == INT4 ? 4 : 1; }
-
-void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
-              int64_t begin, int64_t end) {
+/* The outputs of blocks [begin, end). */
+static void multiply_blocks(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out,
+                            int64_t add, int64_t begin, int64_t end) {
     static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
-    int amx = has_tiles && (product->kind == BF16 || rows > most_direct(product)), several = product->kind == BF16 && !amx && !has_dot;
-    int64_t inputs = product->inputs, configured = 0, together = product->kind == BF16 ? 64 : product->group;
+    int tiles = uses_tiles(product, rows), dots = has_dot && !tiles, plain = product->kind == BF16;
+    int64_t inputs = product->inputs, configured = 0, most = dots ? TILE : MOST, together = !plain || tiles || (dots && rows > TILE) ? 1 : TOGETHER;
     int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
     int64_t of_scales = product->group == FINE ? inputs / FINE * BLOCK * 2 : product->kind == INT4 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4;
     for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
-        const void *scales = product->kind == BF16 ? 0 : (const uint8_t *)product->scales + block * of_scales;
-        blocks = !several ? 1 : end - block < TOGETHER ? end - block : TOGETHER;
-        for (int64_t from = 0; from < rows; from += MOST) {
-            int64_t count = rows - from < MOST ? rows - from : MOST;
-            if (amx && count != configured) configure(configured = count, together);
-            if (several)
-                blocks_avx2(own, x + from * stride, stride, inputs, blocks, count, sums);
-            else if (product->kind == BF16)
-                (amx ? block_amx : block_dot)(own, x + from * stride, stride, inputs, count, sums[0]);
+        const void *scales = plain ? 0 : (const uint8_t *)product->scales + block * of_scales;
+        blocks = end - block < together ? end - block : together;
+        for (int64_t from = 0; from < rows; from += most) {
+            int64_t count = rows - from < most ? rows - from : most;
+            const bf16 *of_rows = x + from * stride;
+            if (tiles && count != configured) configure(configured = count, plain ? 64 : product->group);
+            if (plain && tiles)
+                block_amx(own, of_rows, stride, inputs, count, sums[0]);
+            else if (plain && dots)
+                blocks_dot(own, rows == 1 ? (const int8_t *)x : prepared.values + from * inputs * 2, inputs, blocks, count, sums);
+            else if (plain)
+                blocks_avx2(own, of_rows, stride, inputs, blocks, count, sums);
             else
-                (amx ? block_codes_amx : has_dot ? block_codes : block_codes_avx2)(product, own, scales, codes, from, count, sums[0]);
+                (tiles ? block_codes_amx : dots ? block_codes : block_codes_avx2)(product, own, scales, prepared, from, count, sums[0]);
             if (product->kind == INT8 && product->group == GROUP) scale_outputs(sums[0], count, scales);
             for (int64_t i = 0; i < blocks; i++)
                 for (int64_t r = 0; r < count; r++)
@@ -297,6 +362,17 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised c
         }
     }
     if (configured) release_tiles();
+}
+
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), blocks = num_blocks(product);
+    if (!reads_rows(product, rows)) {
+        int64_t inputs = product->inputs, parts = (inputs + GROUP - 1) / GROUP, end = parts * (thread + 1) / threads * GROUP;
+        prepare(product, x, stride, rows, room, parts * thread / threads * GROUP, end < inputs ? end : inputs);
+#pragma omp barrier
+    }
+    multiply_blocks(product, x, stride, room, rows, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
+#pragma omp barrier
 }
 
 /* Which kernels products and attention run on from now on, ``most`` or what this CPU has: 3 with tiles, which must be asked for
@@ -314,23 +390,17 @@ int64_t usable(int64_t most) {
 
 #else
 
-void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
-              int64_t begin, int64_t end) {
-    (void)product, (void)x, (void)stride, (void)codes, (void)rows, (void)out, (void)add, (void)begin, (void)end;
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
+    (void)product, (void)x, (void)stride, (void)room, (void)rows, (void)out, (void)add;
 }
 int64_t usable(int64_t most) { return most & 0; }
 
 #endif
 
-/* A whole product: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs]. ``scratch`` has room for the codes. */
-void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *codes, float *scales, int32_t *sums, bf16 *out,
+/* The same from outside of a region. ``values``, ``scales`` and ``sums`` are the room. */
+void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *values, float *scales, int32_t *sums, bf16 *out,
             int64_t rows) {
-    Quantised own = {codes, scales, sums};
-    if (product->kind != BF16) quantise(product, x, stride, own, 0, rows);
-    int64_t blocks = num_blocks(product), part = blocks > 64 ? 16 : 4, parts = (blocks + part - 1) / part;
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < parts; i++) {
-        int64_t end = (i + 1) * part < blocks ? (i + 1) * part : blocks;
-        multiply(product, x, stride, own, rows, out, 0, i * part, end);
-    }
+    Prepared room = {values, scales, sums};
+#pragma omp parallel
+    multiply(product, x, stride, room, rows, out, 0);
 }

@@ -16,42 +16,32 @@ typedef struct {
     const bf16 *bias;     /* [outputs] or null */
 } Product;
 
-typedef struct { /* inputs of an int8 or int4 product */
-    int8_t *codes; /* [rows, inputs] */
-    float *scales; /* [rows, inputs / group] */
-    int32_t *sums; /* [rows, inputs / group] of codes, times -8 for int4 and -128 for int8: the codes of weights begin there */
-} Quantised;
+typedef struct { /* inputs of a product as its kernel reads them */
+    int8_t *values; /* codes if the product is of codes, else bf16: [rows, inputs], or in units (prepare) */
+    float *scales;  /* [rows, inputs / group], of codes */
+    int32_t *sums;  /* [rows, inputs / group] of codes, times -8 for int4 and -128 for int8: the codes of weights begin there */
+} Prepared;
 
 #define MOST 64     /* rows that share one look at a block */
-#define TOGETHER 16 /* blocks of bf16 that share inputs widened by AVX2 */
+#define TOGETHER 16 /* blocks of bf16 that are summed in one call, and by AVX2 with inputs that are widened once */
 
-/* ``ROWS(four, group, r, count)`` for up to four rows at a time; ``four`` (int4), ``group`` and ``count`` are constants. */
-#define ROWS_INT4(r, count) ROWS(1, GROUP, r, count)
-#define ROWS_INT8(r, count) ROWS(0, GROUP, r, count)
-#define ROWS_FINE_INT4(r, count) ROWS(1, FINE, r, count)
-#define ROWS_FINE_INT8(r, count) ROWS(0, FINE, r, count)
-#define BY_KIND(product, rows)                                                                      \
+/* ``call(four, group)`` for a product of codes; ``four`` (int4) and ``group`` are constants. */
+#define BY_KIND(product, call)                                                                      \
     if ((product)->group == FINE) {                                                                 \
-        if ((product)->kind == INT4) BY_FOUR(rows, ROWS_FINE_INT4) else BY_FOUR(rows, ROWS_FINE_INT8) \
+        (product)->kind == INT4 ? call(1, FINE) : call(0, FINE);                                    \
     } else {                                                                                        \
-        if ((product)->kind == INT4) BY_FOUR(rows, ROWS_INT4) else BY_FOUR(rows, ROWS_INT8)         \
+        (product)->kind == INT4 ? call(1, GROUP) : call(0, GROUP);                                  \
     }
 
-int64_t num_blocks(const Product *product);
-
-/* Codes of the inputs x [rows, inputs] of a product, rows ``stride`` apart, for rows [begin, end). */
-void quantise(const Product *product, const bf16 *x, int64_t stride, Quantised to, int64_t begin, int64_t end);
-
-/* The outputs of blocks [begin, end): out [rows, outputs], added to what is there if ``add``. x is not read if the product
- * is of codes. */
-void multiply(const Product *product, const bf16 *x, int64_t stride, Quantised codes, int64_t rows, bf16 *out, int64_t add,
-              int64_t begin, int64_t end);
+/* A whole product, by all threads of the region it is called in: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs],
+ * added to what is there if ``add``. ``room`` is for rows * inputs values of bf16, and their scales and sums. */
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add);
 
 #if X86
 /* Sums [rows][16] with AVX2: of several blocks of bf16 weights, and of a block of codes, of rows from ``row`` on. */
 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
                  float (*sums)[MOST][BLOCK]);
-void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int64_t rows,
+void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
                       float (*sums)[BLOCK]);
 #endif
 

@@ -133,14 +133,14 @@ AVX2 INLINE __m256 group_scales(const void *scales, int64_t at, int four, int gr
     return four ? _mm256_loadu_ps((const float *)scales + at) : _mm256_set1_ps(1.0f);
 }
 
-AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int four,
+AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int four,
                            int group, int count, float (*sums)[BLOCK]) {
     int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
     __m256 own[4][2];
     for (int r = 0; r < count; r++) own[r][0] = own[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *of_group = codes + g * bytes;
-        const int8_t *of_rows = x.codes + row * inputs + g * group;
+        const int8_t *of_rows = x.values + row * inputs + g * group;
         __m256i found[4][2];
         for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)of_group + AHEAD + line, _MM_HINT_T0);
         for (int r = 0; r < count; r++)
@@ -161,10 +161,17 @@ AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const v
         for (int h = 0; h < 2; h++) _mm256_storeu_ps(sums[r] + 8 * h, own[r][h]);
 }
 
-AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Quantised x, int64_t row, int64_t rows,
-                           float (*sums)[BLOCK]) {
-#define ROWS(four, group, r, count) few_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
-    BY_KIND(product, rows)
+AVX2 INLINE void all_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
+                           int four, int group, float (*sums)[BLOCK]) {
+#define ROWS(r, count) few_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
+    BY_FOUR(rows, ROWS)
 #undef ROWS
+}
+
+AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
+                           float (*sums)[BLOCK]) {
+#define CODES(four, group) all_codes(product, codes, scales, x, row, rows, four, group, sums)
+    BY_KIND(product, CODES)
+#undef CODES
 }
 #endif
