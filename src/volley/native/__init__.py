@@ -206,9 +206,9 @@ def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def input_room(rows: int, inputs: int, group: int | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def input_room(rows: int, inputs: int, group: int | None) -> list[Tensor | None]:
     """Room for inputs as a kernel reads them, in bf16 or in codes, and for the scales and sums of codes in groups."""
     values = torch.empty(rows * inputs, dtype=torch.bfloat16)
     if group is None:
-        return values, None, None
-    return values, torch.empty(rows * (inputs // group)), torch.empty(rows * (inputs // group), dtype=torch.int32)
+        return [values, None, None]
+    return [values, torch.empty(rows * (inputs // group)), torch.empty(rows * (inputs // group), dtype=torch.int32)]

@@ -139,7 +139,7 @@ class Decoder:
             for name in ("project", "output", "gate_up", "down"):
                 setattr(struct, name, getattr(layer, name).struct)
         self._struct = _Shape(shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale)
-        self._room: tuple[int, _Scratch, list[Tensor]] = (0, _Scratch(), [])
+        self._room: tuple[int, _Scratch, list[Tensor | None]] = (0, _Scratch(), [])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
         """Where each layer's K and V lie, ``[slots, shared, d]``, and which of a pass's plans it attends by."""
@@ -168,7 +168,7 @@ class Decoder:
             hidden, inner, heads = self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim
             widest = max(hidden, inner, heads)
             widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
-            room = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
+            room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
             room += input_room(tokens, -(-widest // GROUP) * GROUP, FINE)
             self._room = (tokens, _Scratch(*map(pointer, room)), room)
         return self._room[1]
