@@ -2,34 +2,38 @@
 #include "common.h"
 
 /* Numbers of bf16 in their order, but NaN. */
-static inline uint32_t in_order(bf16 x) { return x ^ ((0u - (x >> 15) | 0x8000u) & 0xffffu); }
+static inline uint32_t in_order(bf16 x) { return x ^ (((0u - (x >> 15)) | 0x8000u) & 0xffffu); }
+
+#define FEW 32768 /* keys that are counted at once, by counters of 16 bits */
+
+static inline int64_t num_from(const uint16_t *restrict keys, int64_t count, uint16_t least) {
+    int64_t total = 0;
+    for (int64_t from = 0; from < count; from += FEW) {
+        int64_t end = count - from < FEW ? count : from + FEW;
+        uint16_t some = 0;
+        for (int64_t i = from; i < end; i++) some += keys[i] >= least;
+        total += some;
+    }
+    return total;
+}
 
 /* The places of the ``most`` largest of ``logits`` among ``drafted [count]``, and of those equal to the last of them. */
 static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict drafted, int64_t count, int64_t most,
-                           int32_t *restrict chosen) {
+                           uint16_t *restrict keys, int32_t *restrict chosen) {
     int64_t found = 0;
     if (count <= most) {
         for (; found < count; found++) chosen[found] = (int32_t)found;
         return found;
     }
-#define KEY(i) in_order(logits[drafted ? drafted[i] : (i)])
-    uint32_t parts[8][256] = {0}, high[256], low[256] = {0}, first = 255, second = 255;
-    for (int64_t i = 0; i < count; i++) parts[i % 8][KEY(i) >> 8]++; /* most are alike: one counter would wait for itself */
-    for (int b = 0; b < 256; b++) {
-        high[b] = 0;
-        for (int part = 0; part < 8; part++) high[b] += parts[part][b];
+    for (int64_t i = 0; i < count; i++) keys[i] = (uint16_t)in_order(logits[drafted ? drafted[i] : i]);
+    uint16_t least = 0; /* the largest key that so many reach, from its highest bit on */
+    for (int bit = 15; bit >= 0; bit--) {
+        uint16_t higher = (uint16_t)(least | 1u << bit);
+        if (num_from(keys, count, higher) >= most) least = higher;
     }
-    int64_t left = most;
-    while (high[first] < left) left -= high[first--];
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t key = KEY(i);
-        low[key & 255] += key >> 8 == first;
-    }
-    while (low[second] < left) left -= low[second--];
-    uint32_t least = first << 8 | second;
     for (int64_t i = 0; i < count; i++) {
         chosen[found] = (int32_t)i;
-        found += KEY(i) >= least;
+        found += keys[i] >= least;
     }
     return found;
 }
@@ -50,7 +54,7 @@ FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const i
             if (own) x += widen(own[slot * rank + i]), x /= 1.0f + exponential(-x);
             mixed[i] = x;
         }
-        int64_t few = pick(logits, drafted, count, most, chosen), best = 0;
+        int64_t few = pick(logits, drafted, count, most, (uint16_t *)values, chosen), best = 0; /* values come later */
         for (int64_t i = 0; i < few; i++) {
             int64_t token = drafted ? drafted[chosen[i]] : chosen[i];
             int64_t row = by_place ? chosen[i] : token;
