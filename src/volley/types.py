@@ -234,6 +234,11 @@ class SamplingParams:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.draft_temperature
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every token keeps its place in the distribution."""
+        return self.top_k <= 0 and self.top_p >= 1 and self.min_p <= 0
+
+    @property
     def is_penalised(self) -> bool:
         """Whether any penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.tiny import Pair, block_proposer, make_pair, random_prompts, teach
-from volley import Engine, SamplingParams
+from volley import Engine, SamplingParams, native
 from volley.decode import propose
 from volley.decode.propose import Transitions
 from volley.decode.sampling import token_probs
@@ -328,6 +328,39 @@ def test_distributions_over_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(block, "walk_sampled", scored_as_other_tokens)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
     assert probability < 1e-6
+
+
+def drawn_in_bf16(head: BoundHead, hidden: Tensor, logits: Tensor, *given: Any) -> Any:
+    """As models in bf16 do it."""
+    head.rows, head.outputs = head.rows.bfloat16(), head.outputs.bfloat16()
+    return DRAWN(head, hidden, logits.bfloat16(), *given)
+
+
+def scored_as_others(head: BoundHead, *given: Any) -> Any:
+    tokens, probs, drafted = drawn_in_bf16(head, *given)
+    return tokens, probs.roll(1, dims=1), drafted
+
+
+DRAWN = BoundHead.drawn
+in_c = pytest.mark.skipif(not native.is_built, reason="the library was not built")
+
+
+@in_c
+@pytest.mark.parametrize("kind", ["residual", "selector"])
+def test_chains_drawn_in_c_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(BoundHead, "drawn", drawn_in_bf16)
+    probability, accepted = law_with_head(
+        replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative", max_running=1
+    )
+    assert probability > 1e-3
+    assert accepted > 0.4
+
+
+@in_c
+def test_chains_scored_as_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundHead, "drawn", scored_as_others)
+    params = replace(WITH_HEAD, draft_temperature=0.6)
+    assert law_with_head(params, verification="speculative", max_running=1)[0] < 1e-6
 
 
 @pytest.mark.parametrize("tree_nodes", [None, 12])

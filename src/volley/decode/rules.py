@@ -164,7 +164,7 @@ def allowed_probs(
     """
     if logits.device.type != "cpu":
         return token_probs(apply_rules(bound, logits, paths), params)
-    if len(bound) == 1 and _is_plain(params) and native.is_built:
+    if len(bound) == 1 and params.temperature > 0 and params.is_whole and native.is_built:
         return _allowed_softmax(bound[0], logits, paths, params)
     few: dict[int, Tensor] = {}
     for row, path in enumerate(paths):
@@ -180,11 +180,6 @@ def allowed_probs(
     for row, among in few.items():
         probs[row, among] = token_probs(logits[row, among][None], params)[0]
     return probs
-
-
-def _is_plain(params: SamplingParams) -> bool:
-    """Whether nothing but the temperature shapes the distribution."""
-    return params.temperature > 0 and params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0
 
 
 def _allowed_softmax(

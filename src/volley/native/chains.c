@@ -1,4 +1,4 @@
-/* Greedy chains of a sequential head: each token is the likeliest one after the token before it. */
+/* Chains of a sequential head: each token is the likeliest one after the token before it, or drawn after it. */
 #include "common.h"
 
 /* Numbers of bf16 in their order, but NaN. */
@@ -79,4 +79,71 @@ void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t c
         follow_one(logits + starts[b] * width, width, drafted, count, most, by_place, rows,
                    own ? own + starts[b] * rank : NULL, outputs, rank, anchors[b], starts[b + 1] - starts[b],
                    chosen + b * count, values + b * count, tokens + starts[b], sure + starts[b]);
+}
+
+#define PART 1024 /* tokens whose weights are summed together, whatever the number of threads */
+
+/* (logit + output · mixed) / temperature of tokens [begin, end), and the largest of them. */
+FOR_EACH_CPU static float value_part(const bf16 *restrict logits, const bf16 *restrict outputs, const float *restrict mixed, int64_t rank,
+                                     float sharpness, int64_t begin, int64_t end, float *restrict values) {
+    float most = -INFINITY;
+    for (int64_t i = begin; i < end; i++) {
+        values[i] = (widen(logits[i]) + dot(outputs + i * rank, mixed, rank)) * sharpness;
+        most = values[i] > most ? values[i] : most;
+    }
+    return most;
+}
+
+FOR_EACH_CPU static float weigh_part(float *restrict values, int64_t size, float most) {
+    float parts[16] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int j = 0; j < 16; j++) parts[j] += values[i + j] = values[i + j] - most < -87.0f ? 0.0f : exponential(values[i + j] - most);
+    for (; i < size; i++) sum += values[i] = values[i] - most < -87.0f ? 0.0f : exponential(values[i] - most);
+    for (int j = 0; j < 16; j++) sum += parts[j];
+    return sum;
+}
+
+FOR_EACH_CPU static void scale_part(float *restrict values, int64_t size, float by) {
+    for (int64_t i = 0; i < size; i++) values[i] *= by;
+}
+
+/* The place in ``weights`` at which their running sum exceeds ``left``, the last one that is not 0 at most. */
+static int64_t place_in(const float *weights, int64_t size, double left) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < size; i++) {
+        if (weights[i] <= 0) continue;
+        last = i;
+        if (left < weights[i]) break;
+        left -= weights[i];
+    }
+    return last;
+}
+
+/* Draw one token by ``uniform`` from the softmax of ``(logits [count] + outputs [count, rank] · mixed) · sharpness``, and leave that
+   in ``probs [count]``. Its place. */
+int64_t draw_after(const bf16 *logits, const bf16 *outputs, const float *mixed, int64_t rank, int64_t count, float sharpness,
+                   double uniform, float *probs) {
+    int64_t parts = (count + PART - 1) / PART;
+    float sums[parts], most = -INFINITY;
+    double total = 0;
+#pragma omp parallel
+    {
+#pragma omp for reduction(max : most)
+        for (int64_t p = 0; p < parts; p++) {
+            int64_t end = (p + 1) * PART < count ? (p + 1) * PART : count;
+            float own = value_part(logits, outputs, mixed, rank, sharpness, p * PART, end, probs);
+            most = own > most ? own : most;
+        }
+#pragma omp for
+        for (int64_t p = 0; p < parts; p++) sums[p] = weigh_part(probs + p * PART, p + 1 < parts ? PART : count - p * PART, most);
+#pragma omp single
+        for (int64_t p = 0; p < parts; p++) total += sums[p];
+#pragma omp for
+        for (int64_t p = 0; p < parts; p++) scale_part(probs + p * PART, p + 1 < parts ? PART : count - p * PART, (float)(1 / total));
+    }
+    double left = uniform * total;
+    int64_t part = place_in(sums, parts, left);
+    for (int64_t p = 0; p < part; p++) left -= sums[p];
+    return part * PART + place_in(probs + part * PART, part + 1 < parts ? PART : count - part * PART, left / total);
 }

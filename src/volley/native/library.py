@@ -4,7 +4,7 @@ It is built when the package is installed, where there is a C compiler.
 """
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from sysconfig import get_config_var
 
@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, list[object]] = {
         *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     ],
+    "draw_after": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_double, c_void_p],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
@@ -66,7 +67,7 @@ def load(folder: Path) -> ctypes.CDLL | None:
         library.usable.argtypes, library.usable.restype = [c_int64], c_int64
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, c_int64 if name == "draw_after" else None
         return library
     return None
 

@@ -418,12 +418,29 @@ def _walk_distributions(
     """Chains, token by token, of requests that sample alike and are verified by one rule."""
     rule, drafted = works[0].ask.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
+        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)):  # several share what they read
+            works[0].proposal = proposal
+            return
         after, drafted = head.drafted_transitions(hidden, logits)
     else:
         after = head.transitions(hidden, logits, _sizes(works))
     proposals = WALKS[rule](after, works) if drafted is None else walk_sampled(after, works, drafted)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
+
+
+def _drawn(work: Work[Any], head: BoundHead, hidden: Tensor, logits: Tensor) -> Proposal | None:
+    """A chain drawn in C, if nothing but a temperature shapes its distributions."""
+    params, request = work.request.params, work.request
+    temperature = draft_temperature(params)
+    if temperature == 0 or not params.is_whole:
+        return None
+    uniforms = request.noise.uniforms(Purpose.DRAFT, request.length, work.ask.positions)
+    found = head.drawn(hidden, logits, request.anchor, uniforms, temperature)
+    if found is None:
+        return None
+    tokens, probs, drafted = found
+    return Proposal(tokens, probs, drafted=drafted)
 
 
 def _note_confidence(works: Works, logits: Tensor) -> None:

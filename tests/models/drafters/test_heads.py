@@ -18,7 +18,7 @@ from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.domino import BoundRecurrent, DominoHead
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import BoundHead, ResidualHead, SequentialHead
-from volley.native.sampling import Tables, follow
+from volley.native.sampling import Tables, draw_after, follow
 from volley.tensors import load_tensors, save_tensors
 
 H = 32
@@ -110,7 +110,45 @@ def test_a_selector_chooses_among_as_many_candidates_as_its_checkpoint_says() ->
 
 @given(
     seed=st.integers(0, 2**16),
-    vocab=st.sampled_from([20, 300, 1500]),
+    count=st.sampled_from([1, 20, 1024, 2500]),
+    temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0]),
+    uniform=st.floats(0, 1, exclude_max=True) | st.just(1 - 2.0**-53),
+)
+@pytest.mark.skipif(not native.is_built, reason="the library was not built")
+def test_a_token_is_drawn_from_its_distribution(seed: int, count: int, temperature: float, uniform: float) -> None:
+    torch.manual_seed(seed)
+    logits, outputs, mixed = (3 * torch.randn(count)).bfloat16(), torch.randn(count + 3, 20).bfloat16(), torch.randn(20)
+    logits[1::3] = -torch.inf
+    found = torch.empty(count)
+    place = draw_after(logits, outputs, mixed, temperature, uniform, found)
+    expected = ((logits.double() + outputs[:count].double() @ mixed.double()) / temperature).softmax(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-7)
+    through = float(found[: place + 1].double().sum())
+    assert found[place] > 0
+    assert through - float(found[place]) - 1e-5 <= uniform <= through + 1e-5
+
+
+@pytest.mark.parametrize("kind", ["residual", "markov", "gated", "selector"])
+@pytest.mark.skipif(not native.is_built, reason="the library was not built")
+def test_a_drawn_chain_is_drawn_after_each_of_its_tokens(kind: str) -> None:
+    bound = bind(random_drafter(head=HeadConfig(type=kind, rank=5, candidates=VOCAB)), VOCAB)  # type: ignore[arg-type]
+    bound.head.bfloat16()
+    bound.rows, bound.outputs = bound.rows.bfloat16(), bound.outputs.bfloat16()
+    hidden, logits = torch.randn(5, H).bfloat16(), torch.randn(5, VOCAB).bfloat16()
+    found = bound.drawn(hidden, logits, 7, [0.1, 0.9, 0.5, 0.3, 0.7], 0.8)
+    assert found is not None
+    tokens, probs, drafted = found
+    assert drafted is None
+    after = bound.transitions(hidden, logits, [5])
+    for slot, before in enumerate([7, *tokens[:-1]]):
+        expected = (after([slot], [before], torch.arange(VOCAB))[0].float() / 0.8).softmax(-1)
+        torch.testing.assert_close(probs[slot], expected, rtol=0.1, atol=0.01)  # its transitions are rounded to bf16
+    assert bound.drawn(hidden.float(), logits.float(), 7, [0.1] * 5, 0.8) is None
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    vocab=st.sampled_from([20, 300, 1500, 70_000]),
     most=st.sampled_from([1, 7, 64, 2000]),
     steps=st.sampled_from([1, 64, 2**20]),
     kind=st.sampled_from(["residual", "markov"]),

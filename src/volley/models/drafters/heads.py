@@ -25,7 +25,7 @@ from volley.errors import ConfigError
 from volley.memory.upload import upload_indices, upload_together
 from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
 from volley.models.layers.accelerate import accelerate
-from volley.native.sampling import Added, Tables, allowed_best, can_choose, follow
+from volley.native.sampling import Added, Tables, allowed_best, can_choose, draw_after, follow
 from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
@@ -273,14 +273,40 @@ class BoundHead:
         """:meth:`transitions` with logits ``[n, m]`` of the tokens ``[m]`` that are drafted alone, and these; ``None``: all."""
         if self._frequent is None:
             return self.transitions(hidden, logits, ()), None
-        own, tokens = self._context(hidden), self._frequent.tokens.clone()  # these change
-        few = torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
+        own, tokens, few = self._context(hidden), *self._drafted_logits(logits)
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
             where, mixed = self._mixed(own, rows, token_ids, logits.device)
             return self._correct(few[where], mixed, slice(FIRST, None))
 
         return after, tokens
+
+    def _drafted_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens ``[m]`` that are drafted, of all that there are in ``logits [k, V]``, and theirs ``[k, m]``."""
+        assert self._frequent is not None
+        tokens = self._frequent.tokens.clone()  # these change
+        return tokens, torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
+
+    def drawn(
+        self, hidden: Tensor, logits: Tensor, anchor: int, uniforms: Sequence[float], temperature: float
+    ) -> tuple[list[int], Tensor, Tensor | None] | None:
+        """A chain of which each token is drawn after the one before it, by one of ``uniforms [k]``; the distributions ``[k, m]``
+        at a ``temperature`` above 0; and the tokens ``[m]`` that these are over, ``None`` for all.
+
+        ``None`` where that cannot be done token by token. The reference is :func:`volley.decode.propose.walk_sampled`.
+        """
+        if not can_choose(logits, self.rows, self.outputs):
+            return None
+        own, drafted, few = self._context(hidden), None, logits
+        if self._frequent is not None:
+            drafted, few = self._drafted_logits(logits)
+        tokens, before, probs = list[int](), anchor, torch.empty(few.shape)
+        for slot, uniform in enumerate(uniforms):
+            _, mixed = self._mixed(own, [slot], [before], logits.device)
+            place = draw_after(few[slot], self.outputs, mixed[0], temperature, uniform, probs[slot])
+            before = place if drafted is None else int(drafted[place])
+            tokens.append(before)
+        return tokens, probs, drafted
 
     def _mixed(
         self, own: Tensor | None, rows: list[int], token_ids: list[int] | Tensor, device: torch.device
