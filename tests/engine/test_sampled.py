@@ -341,7 +341,7 @@ def scored_as_others(head: BoundHead, *given: Any) -> Any:
     return tokens, probs.roll(1, dims=1), drafted
 
 
-DRAWN = BoundHead.drawn
+DRAWN, ALONE = BoundHead.drawn, {"verification": "speculative", "max_running": 1, "seeded": False}
 in_c = pytest.mark.skipif(not native.is_built, reason="the library was not built")
 
 
@@ -349,10 +349,8 @@ in_c = pytest.mark.skipif(not native.is_built, reason="the library was not built
 @pytest.mark.parametrize("kind", ["residual", "selector"])
 def test_chains_drawn_in_c_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(BoundHead, "drawn", drawn_in_bf16)
-    probability, accepted = law_with_head(
-        replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative", max_running=1
-    )
-    assert probability > 1e-3
+    probability, accepted = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, **ALONE)
+    assert probability > 1e-4
     assert accepted > 0.4
 
 
@@ -360,7 +358,18 @@ def test_chains_drawn_in_c_have_the_targets_law(monkeypatch: pytest.MonkeyPatch,
 def test_chains_scored_as_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drawn", scored_as_others)
     params = replace(WITH_HEAD, draft_temperature=0.6)
-    assert law_with_head(params, verification="speculative", max_running=1)[0] < 1e-6
+    assert law_with_head(params, **ALONE)[0] < 1e-6
+
+
+@in_c
+def test_a_request_with_a_seed_is_drawn_alone_as_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundHead, "drawn", scored_as_others)
+    params = replace(WITH_HEAD, draft_temperature=0.6)
+    alone, together = (
+        sampled(params, tiny_with_head("residual"), 30, verification="speculative", max_running=number)[0]
+        for number in (1, 30)
+    )
+    assert torch.equal(alone, together)
 
 
 @pytest.mark.parametrize("tree_nodes", [None, 12])

@@ -418,7 +418,7 @@ def _walk_distributions(
     """Chains, token by token, of requests that sample alike and are verified by one rule."""
     rule, drafted = works[0].ask.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
-        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)):  # several share what they read
+        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)):
             works[0].proposal = proposal
             return
         after, drafted = head.drafted_transitions(hidden, logits)
@@ -430,10 +430,14 @@ def _walk_distributions(
 
 
 def _drawn(work: Work[Any], head: BoundHead, hidden: Tensor, logits: Tensor) -> Proposal | None:
-    """A chain drawn in C, if nothing but a temperature shapes its distributions."""
+    """A chain drawn in C, if nothing but a temperature shapes its distributions.
+
+    Several requests are faster together, as they share what they read. A request with a seed draws the same in any company, so it
+    is always drawn as among others.
+    """
     params, request = work.request.params, work.request
     temperature = draft_temperature(params)
-    if temperature == 0 or not params.is_whole:
+    if temperature == 0 or not params.is_whole or params.seed is not None:
         return None
     uniforms = request.noise.uniforms(Purpose.DRAFT, request.length, work.ask.positions)
     found = head.drawn(hidden, logits, request.anchor, uniforms, temperature)
