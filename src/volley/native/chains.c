@@ -6,6 +6,7 @@ static inline uint32_t in_order(bf16 x) { return x ^ (((0u - (x >> 15)) | 0x8000
 
 #define FEW 32768 /* keys that are counted at once, by counters of 16 bits */
 
+/* How many of ``keys [count]`` are at least ``least``. */
 static inline int64_t num_from(const uint16_t *restrict keys, int64_t count, uint16_t least) {
     int64_t total = 0;
     for (int64_t from = 0; from < count; from += FEW) {
@@ -83,23 +84,28 @@ void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t c
 
 #define PART 1024 /* tokens whose weights are summed together, whatever the number of threads */
 
-/* (logit + output · mixed) / temperature of tokens [begin, end), and the largest of them. */
+static inline int64_t part_size(int64_t count, int64_t part) { return count - part * PART < PART ? count - part * PART : PART; }
+
+/* (logits + outputs · mixed) · scale of ``size`` tokens; the largest of them. */
 FOR_EACH_CPU static float value_part(const bf16 *restrict logits, const bf16 *restrict outputs, const float *restrict mixed, int64_t rank,
-                                     float sharpness, int64_t begin, int64_t end, float *restrict values) {
+                                     float scale, int64_t size, float *restrict values) {
     float most = -INFINITY;
-    for (int64_t i = begin; i < end; i++) {
-        values[i] = (widen(logits[i]) + dot(outputs + i * rank, mixed, rank)) * sharpness;
+    for (int64_t i = 0; i < size; i++) {
+        values[i] = (widen(logits[i]) + dot(outputs + i * rank, mixed, rank)) * scale;
         most = values[i] > most ? values[i] : most;
     }
     return most;
 }
 
+static inline float weight_of(float below) { return below < -87.0f ? 0.0f : exponential(below); }
+
+/* Values become weights, 1 for ``most``; their sum. */
 FOR_EACH_CPU static float weigh_part(float *restrict values, int64_t size, float most) {
     float parts[16] = {0}, sum = 0;
     int64_t i = 0;
     for (; i + 16 <= size; i += 16)
-        for (int j = 0; j < 16; j++) parts[j] += values[i + j] = values[i + j] - most < -87.0f ? 0.0f : exponential(values[i + j] - most);
-    for (; i < size; i++) sum += values[i] = values[i] - most < -87.0f ? 0.0f : exponential(values[i] - most);
+        for (int j = 0; j < 16; j++) parts[j] += values[i + j] = weight_of(values[i + j] - most);
+    for (; i < size; i++) sum += values[i] = weight_of(values[i] - most);
     for (int j = 0; j < 16; j++) sum += parts[j];
     return sum;
 }
@@ -108,7 +114,7 @@ FOR_EACH_CPU static void scale_part(float *restrict values, int64_t size, float 
     for (int64_t i = 0; i < size; i++) values[i] *= by;
 }
 
-/* The place in ``weights`` at which their running sum exceeds ``left``, the last one that is not 0 at most. */
+/* The place in ``weights`` at which their running sum exceeds ``left``, at most the last one that is not 0. */
 static int64_t place_in(const float *weights, int64_t size, double left) {
     int64_t last = 0;
     for (int64_t i = 0; i < size; i++) {
@@ -120,10 +126,10 @@ static int64_t place_in(const float *weights, int64_t size, double left) {
     return last;
 }
 
-/* Draw one token by ``uniform`` from the softmax of ``(logits [count] + outputs [count, rank] · mixed) · sharpness``, and leave that
-   in ``probs [count]``. Its place. */
-int64_t draw_after(const bf16 *logits, const bf16 *outputs, const float *mixed, int64_t rank, int64_t count, float sharpness,
-                   double uniform, float *probs) {
+/* The softmax of ``(logits [count] + outputs [count, rank] · mixed) · scale`` in ``probs [count]``, and the ``place`` that ``uniform``
+   draws from it. */
+void draw_after(const bf16 *logits, const bf16 *outputs, const float *mixed, int64_t rank, int64_t count, float scale, double uniform,
+                float *probs, int64_t *place) {
     int64_t parts = (count + PART - 1) / PART;
     float sums[parts], most = -INFINITY;
     double total = 0;
@@ -131,19 +137,19 @@ int64_t draw_after(const bf16 *logits, const bf16 *outputs, const float *mixed, 
     {
 #pragma omp for reduction(max : most)
         for (int64_t p = 0; p < parts; p++) {
-            int64_t end = (p + 1) * PART < count ? (p + 1) * PART : count;
-            float own = value_part(logits, outputs, mixed, rank, sharpness, p * PART, end, probs);
+            int64_t at = p * PART;
+            float own = value_part(logits + at, outputs + at * rank, mixed, rank, scale, part_size(count, p), probs + at);
             most = own > most ? own : most;
         }
 #pragma omp for
-        for (int64_t p = 0; p < parts; p++) sums[p] = weigh_part(probs + p * PART, p + 1 < parts ? PART : count - p * PART, most);
+        for (int64_t p = 0; p < parts; p++) sums[p] = weigh_part(probs + p * PART, part_size(count, p), most);
 #pragma omp single
         for (int64_t p = 0; p < parts; p++) total += sums[p];
 #pragma omp for
-        for (int64_t p = 0; p < parts; p++) scale_part(probs + p * PART, p + 1 < parts ? PART : count - p * PART, (float)(1 / total));
+        for (int64_t p = 0; p < parts; p++) scale_part(probs + p * PART, part_size(count, p), (float)(1 / total));
     }
     double left = uniform * total;
     int64_t part = place_in(sums, parts, left);
     for (int64_t p = 0; p < part; p++) left -= sums[p];
-    return part * PART + place_in(probs + part * PART, part + 1 < parts ? PART : count - part * PART, left / total);
+    *place = part * PART + place_in(probs + part * PART, part_size(count, part), left / total);
 }

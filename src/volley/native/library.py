@@ -42,7 +42,7 @@ _SIGNATURES: dict[str, list[object]] = {
         *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     ],
-    "draw_after": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_double, c_void_p],
+    "draw_after": [*[c_void_p] * 3, c_int64, c_int64, c_float, c_double, c_void_p, POINTER(c_int64)],
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
@@ -67,7 +67,7 @@ def load(folder: Path) -> ctypes.CDLL | None:
         library.usable.argtypes, library.usable.restype = [c_int64], c_int64
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, c_int64 if name == "draw_after" else None
+            function.argtypes, function.restype = arguments, None
         return library
     return None
 

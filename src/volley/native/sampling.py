@@ -118,13 +118,13 @@ def draw_after(
 ) -> int:
     """Draw one of n tokens by ``uniform`` from the softmax of ``(logits [n] + outputs [n, r] · mixed [r]) / temperature``.
 
-    The distribution is left in ``probs [n]`` (fp32); ``logits`` and ``outputs`` are in bf16, and ``outputs`` may have more rows.
-    Returns the token's place. The reference is :func:`volley.decode.propose.walk_sampled`.
+    The distribution is left in ``probs [n]`` (fp32). ``logits`` and ``outputs`` are in bf16, and ``outputs`` may have more rows.
+    Returns the place of the token. The reference is :func:`volley.decode.propose.walk_sampled`.
     """
     assert all(own.is_contiguous() for own in (logits, outputs, probs)), "they are read as they lie"
-    own = mixed.float().contiguous()
-    place: int = functions().draw_after(
+    own, place = mixed.float().contiguous(), c_int64()
+    functions().draw_after(
         *(logits.data_ptr(), outputs.data_ptr(), own.data_ptr(), outputs.shape[1], len(logits)),
-        *(1 / temperature, uniform, probs.data_ptr()),
+        *(1 / temperature, uniform, probs.data_ptr(), byref(place)),
     )
-    return place
+    return place.value

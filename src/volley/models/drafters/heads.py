@@ -282,7 +282,7 @@ class BoundHead:
         return after, tokens
 
     def _drafted_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens ``[m]`` that are drafted, of all that there are in ``logits [k, V]``, and theirs ``[k, m]``."""
+        """The tokens ``[m]`` that are drafted now, and their logits ``[k, m]`` of all ``[k, V]``."""
         assert self._frequent is not None
         tokens = self._frequent.tokens.clone()  # these change
         return tokens, torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
