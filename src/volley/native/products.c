@@ -54,13 +54,16 @@ INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes,
     *sum = -zero * total;
 }
 
+/* Rows of the tile that begins at row ``first``. */
+static int64_t in_tile(int64_t rows, int64_t first) { return rows - first < TILE ? rows - first : TILE; }
+
 /* Inputs [begin, end) of all rows in codes. ``in_units``: as dot products read them (prepare). */
 FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t stride, int64_t rows, int in_units, Prepared to,
                                   int64_t begin, int64_t end) {
     int64_t inputs = product->inputs, group = product->group, groups = inputs / group;
     int32_t zero = product->kind == INT4 ? 8 : 128;
     for (int64_t row = 0; row < rows; row++) {
-        int64_t first = row / TILE * TILE, count = in_units ? (rows - first < TILE ? rows - first : TILE) : 1;
+        int64_t first = row / TILE * TILE, count = in_units ? in_tile(rows, first) : 1;
         int8_t *own = to.values + (in_units ? first * inputs + (row - first) * UNIT : row * inputs);
         for (int64_t at = begin; at < end; at += group) {
             int8_t codes[GROUP];
@@ -77,7 +80,7 @@ FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t
 /* bf16 inputs [begin, end) of all rows as dot products read them. */
 static void interleave(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
     for (int64_t first = 0; first < rows; first += TILE) {
-        int64_t count = rows - first < TILE ? rows - first : TILE;
+        int64_t count = in_tile(rows, first);
         int8_t *own = to.values + first * product->inputs * 2;
         for (int64_t at = begin; at < end; at += 2)
             for (int64_t r = 0; r < count; r++) memcpy(own + at * 2 * count + r * UNIT, x + (first + r) * stride + at, UNIT);

@@ -418,7 +418,7 @@ def _walk_distributions(
     """Chains, token by token, of requests that sample alike and are verified by one rule."""
     rule, drafted = works[0].ask.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
-        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)):
+        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
             works[0].proposal = proposal
             return
         after, drafted = head.drafted_transitions(hidden, logits)

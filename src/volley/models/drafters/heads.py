@@ -293,7 +293,7 @@ class BoundHead:
         """A chain of which each token is drawn after the one before it, by one of ``uniforms [k]``; the distributions ``[k, m]``
         at a ``temperature`` above 0; and the tokens ``[m]`` that these are over, ``None`` for all.
 
-        ``None`` where that cannot be done token by token. The reference is :func:`volley.decode.propose.walk_sampled`.
+        ``None`` where tensors are not in bf16 on a CPU. The reference is :func:`volley.decode.propose.walk_sampled`.
         """
         if not can_choose(logits, self.rows, self.outputs):
             return None
