@@ -63,13 +63,17 @@ It serves only this target.
 The prompts come from the text named in the target's model card, under the licences named there. Weights: Apache-2.0.
 """
 
+DIFFUSION_STAGE = """\
+in {minutes:.0f} minutes on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} of the model's own answers,
+and {noisy:.1f} M masked slots behind them"""
+
 DIFFUSION_CARD = """\
 # volley's reference diffusion model
 
 The reference target beside it, taught to fill masks, too: the same architecture, tokenizer and template, {megabytes:.1f} MB: bf16, and float8 (e4m3)
-for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below was measured before that). Adapted in {minutes:.0f} minutes
-on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} of the target's own answers, and {noisy:.1f} M masked slots behind
-them. Its causal mode still writes. **It is not an assistant.**
+for `down_proj` and `gate_proj`, which become bf16 where they are loaded (the loss below was measured before that). Adapted
+{stages}.
+Its causal mode still writes. **It is not an assistant.**
 
 Nats per token of held-out text (never trained on): as an autoregressive model, and the bound of canvases of each length, whose tokens are revealed
 in random order.
@@ -132,14 +136,20 @@ def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> 
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     report = json.loads((source / "report.json").read_text())
     names = list(next(iter(report["held_out"].values())))
+    stages = [
+        DIFFUSION_STAGE.format(
+            minutes=stage["seconds"] / 60,
+            machine=stage["machine"],
+            responses=stage["responses"],
+            tokens=stage["tokens"] / 1e6,
+            noisy=stage["noisy"] / 1e6,
+        )
+        for stage in report["stages"]
+    ]
     rows = [" | ".join([domain, *(f"{loss:.3f}" for loss in of.values())]) for domain, of in report["held_out"].items()]
     card = DIFFUSION_CARD.format(
         megabytes=megabytes(out),
-        minutes=report["seconds"] / 60,
-        machine=report["machine"],
-        responses=report["responses"],
-        tokens=report["tokens"] / 1e6,
-        noisy=report["noisy"] / 1e6,
+        stages="; then\n".join(stages),
         names=" | ".join(names),
         rules="---|" * len(names),
         losses="\n".join(f"| {row} |" for row in rows),

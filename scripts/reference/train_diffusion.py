@@ -3,11 +3,13 @@
 A row of text goes through the model twice in one pass. The *clean* half is the text itself, read causally, with the next-token
 loss. Behind it stand *noisy* blocks, anywhere in the answers: each sees the clean tokens before it and itself both ways, and
 predicts its masked slots in place. So K/V of finished text stay causal, canvases begin anywhere, and causal passes can verify.
-Half of each loss is against the law that the frozen target has of that token, which varies less than the token does.
+Half of a loss is against the law that the frozen target has of that token, which varies less than the token does. That law knows
+the text before the token alone. A slot with revealed tokens behind it is to know more, so its loss is of the token.
 
 The whole state is written every few minutes (atomically). A killed run goes on where it was, and a finished one goes on if it is
-given more minutes. What is read is kept as numbers in ``OUT/text.pt``, with which another machine needs no ``--data``. On a CPU
-all is fp32, on a GPU products are bf16: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 7 --compile``.
+given more minutes. What is read is kept as numbers in ``OUT/text.pt``, with which another machine needs no ``--data``. Products
+are bf16 where the machine has them. On a GPU: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 7 --compile``.
+``--target`` may be what an earlier training made, whose report is put before this one's.
 """
 
 import argparse
@@ -22,20 +24,23 @@ from typing import Any
 import torch
 from corpus import DOMAINS, load_chats
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
 from train_target import Resumable, encode
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from volley import native
 from volley.files import replaced, write_atomically
 from volley.train.optimizer import Muon
 
 ROW = 256
-NOISY_COPIES = 2  # noisy rows per clean row
-LENGTHS = {8: 0.5, 16: 0.3, 4: 0.2}  # of blocks, and how often each is drawn; the first is the model's own
+NOISY_COPIES = 4  # noisy rows per clean row
+LENGTHS = {8: 0.6, 16: 0.2, 4: 0.2}  # of blocks, and how often each is drawn
+OWN_LENGTH = 8  # what the model says of its canvases
 SOFT = 0.5
 SLOT_DECAY = 0.95  # weight of a slot's loss against that of the slot before: what is revealed first matters most
 WARMUP_STEPS = 40
 SHOWN_EVERY = 10
+TOKENS_AT_ONCE = 8192  # of a pass over held-out text
 DECAY_SHARE = 0.4  # of the budget: the learning rate falls linearly to zero at the end
 EPOCH_WEIGHTS = {  # below 1: the share of the file that is read
     "gsm8k_train": 2,
@@ -61,16 +66,40 @@ class Blocks:
         """Positions ``[B, A, L]`` of the slots."""
         return self.starts[..., None] + torch.arange(self.size, device=self.starts.device)
 
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """Added to scores, ``[B, 1, T, T]`` for T tokens: clean text is causal, a block sees what lies before it and itself."""
-        count, blocks = self.starts.shape
+    def mask(self) -> Tensor:
+        """``[B, A, ROW]``, added to scores: a block sees the clean tokens before it."""
         place = torch.arange(ROW, device=self.starts.device)
-        block = torch.arange(blocks, device=self.starts.device).repeat_interleave(self.size)
-        seen = place.new_zeros(count, ROW + len(block), ROW + len(block), dtype=torch.bool)
-        seen[:, :ROW, :ROW] = place[:, None] >= place
-        seen[:, ROW:, :ROW] = (place < self.starts[..., None]).repeat_interleave(self.size, dim=1)
-        seen[:, ROW:, ROW:] = block[:, None] == block
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)[:, None]
+        seen = place < self.starts[..., None]
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+def attend(
+    module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, **kwargs: object
+) -> tuple[Tensor, None]:
+    """Attention of a :class:`Pass` as transformers calls it: ``queries [B, heads, T, D]`` and the mask of :class:`Blocks`.
+
+    Clean tokens are causal. A slot's keys are the clean row, masked, and its own block.
+    """
+    count, kv_heads, total, width = keys.shape
+    blocks, noisy = mask.shape[1], total - ROW
+    clean = F.scaled_dot_product_attention(
+        queries[:, :, :ROW], keys[:, :, :ROW], values[:, :, :ROW], is_causal=True, scale=scaling, enable_gqa=True
+    )
+    slots = (queries[:, :, ROW:] * scaling).view(count, kv_heads, -1, noisy, width)
+    group = slots.shape[2]
+    by_head = (count, kv_heads, group * noisy)
+    by_block = (count, kv_heads, group, blocks, noisy // blocks)
+    far = (slots.reshape(*by_head, width) @ keys[:, :, :ROW].mT).view(*by_block, ROW) + mask[:, None, None, :, None]
+    own = keys[:, :, ROW:].view(count, kv_heads, 1, blocks, -1, width)
+    near = slots.reshape(*by_block, width) @ own.mT
+    share = torch.cat([far, near], dim=-1).softmax(-1)
+    of_clean = share[..., :ROW].reshape(*by_head, ROW) @ values[:, :, :ROW]
+    of_own = share[..., ROW:] @ values[:, :, ROW:].view(count, kv_heads, 1, blocks, -1, width)
+    found = of_clean.view(count, -1, noisy, width) + of_own.reshape(count, -1, noisy, width)
+    return torch.cat([clean, found], dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("blocks", attend)
 
 
 class JointCrossEntropy(torch.autograd.Function):
@@ -90,17 +119,18 @@ class JointCrossEntropy(torch.autograd.Function):
         rows: Tensor,
         soft: Tensor,
     ) -> Tensor:
-        total, grad_hidden, grad_head = hidden.new_zeros(()), torch.empty_like(hidden), torch.zeros_like(head)
+        total, grad_hidden = weights.new_zeros(()), torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
         for part in torch.arange(len(labels), device=labels.device).split(8192 if hidden.is_cuda else 128):
             chunk, chosen, weight = hidden[part], labels[part, None], weights[part, None]
-            log_probs = (chunk @ head.t()).log_softmax(-1)
+            log_probs = (chunk @ head.t()).float().log_softmax(-1)
             total -= (log_probs.gather(1, chosen) * weight).sum()
             grad = log_probs.exp_()
             grad.scatter_add_(1, chosen, soft[part, None] - 1)
             grad.addcmul_(laws[rows[part]], soft[part, None], value=-1)
-            grad.mul_(weight)
+            grad = grad.mul_(weight).to(head.dtype)
             grad_hidden[part] = grad @ head
-            grad_head.addmm_(grad.t(), chunk)
+            grad_head += grad.t() @ chunk
         ctx.save_for_backward(grad_hidden, grad_head)
         return total
 
@@ -182,17 +212,17 @@ def choose_blocks(rows: Text, size: int, count: int, noise: torch.Generator) -> 
 
 
 def choose_masks(shape: tuple[int, ...], size: int, noise: torch.Generator) -> Tensor:
-    """``[*shape, L]``: a quarter all masked, a quarter but for the first token, the others at random, later slots more often."""
+    """``[*shape, L]``: a tenth all masked, a tenth but for the first token; of the others k slots, all alike.
 
-    def draw(length: int) -> Tensor:
-        return torch.rand(*shape, length, generator=noise, device=noise.device)
-
-    tilt = torch.linspace(-0.2, 0.2, size, device=noise.device)
-    masked = draw(size) < 0.1 + 0.9 * draw(1) + tilt
-    kind = draw(1)
-    masked |= kind < 0.5
-    masked[..., :1] &= ~((kind >= 0.25) & (kind < 0.5))
-    masked[..., -1] |= ~masked.any(dim=-1)
+    k has the chance 1 / k, so that as many slots are asked with one token masked as with two, and so on: so does the bound.
+    """
+    order = torch.rand(*shape, size, generator=noise, device=noise.device).argsort(-1).argsort(-1)
+    chances = 1 / torch.arange(1, size + 1, device=noise.device)
+    number = 1 + chances.multinomial(math.prod(shape), replacement=True, generator=noise).view(*shape, 1)
+    masked = order < number
+    kind = torch.rand(*shape, 1, generator=noise, device=noise.device)
+    masked |= kind < 0.2
+    masked[..., :1] &= ~((kind >= 0.1) & (kind < 0.2))
     return masked
 
 
@@ -213,18 +243,22 @@ class Pass:
         return cls(blocks, torch.cat([rows.tokens, noisy], dim=1), torch.cat([clean, places], dim=1), masked)
 
 
-def states(model: Qwen3ForCausalLM, work: Pass) -> Tensor:
+def products_on(device: torch.device) -> torch.dtype:
+    """What the device multiplies fastest."""
+    return torch.bfloat16 if device.type == "cuda" or native.has_dot_products else torch.float32
+
+
+def states(model: Qwen3ForCausalLM, work: Pass, products: torch.dtype = torch.float32) -> Tensor:
     """Normed hidden states ``[B, ROW + A · L, H]``."""
-    mask = work.blocks.mask(torch.bfloat16 if work.tokens.is_cuda else torch.float32)
-    in_bf16 = torch.autocast(work.tokens.device.type, torch.bfloat16, enabled=work.tokens.is_cuda)
-    with in_bf16, sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    model.set_attn_implementation("blocks")
+    with torch.autocast(work.tokens.device.type, torch.bfloat16, enabled=products is torch.bfloat16):
         output = model.model(
             input_ids=work.tokens,
             position_ids=work.positions,
-            attention_mask={"full_attention": mask},  # as it is: transformers makes none
+            attention_mask={"full_attention": work.blocks.mask()},  # as it is: transformers makes none
             use_cache=False,
         )
-    return output.last_hidden_state.float()
+    return output.last_hidden_state
 
 
 class Trainer(Resumable):
@@ -234,8 +268,8 @@ class Trainer(Resumable):
         self.tokenizer = AutoTokenizer.from_pretrained(options.target)
         self.mask = self.tokenizer.convert_tokens_to_ids("<|mask|>")
         self.model = Qwen3ForCausalLM.from_pretrained(options.target, dtype=torch.float32).to(self.device)
-        own = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.teacher = Qwen3ForCausalLM.from_pretrained(options.target, dtype=own).to(self.device).eval()
+        self.products = products_on(self.device)
+        self.teacher = Qwen3ForCausalLM.from_pretrained(options.target, dtype=self.products).to(self.device).eval()
         if options.compile:
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
@@ -278,33 +312,35 @@ class Trainer(Resumable):
         count, blocks_each = len(rows.tokens), NOISY_COPIES * ROW // size
         blocks = choose_blocks(rows, size, blocks_each, noise)
         work = Pass.of(rows, blocks, choose_masks((count, blocks_each), size, noise), self.mask)
-        hidden = states(self.model, work)
+        hidden = states(self.model, work, self.products)
         clean, noisy = hidden[:, : ROW - 1].flatten(0, 1), hidden[:, ROW:].view(*work.masked.shape, -1)
         with torch.no_grad():
             laws = self.teacher(input_ids=rows.tokens[:, :-1], use_cache=False).logits.float().softmax(-1).flatten(0, 1)
+        law = torch.arange(len(laws), device=self.device)
+        even = torch.full_like(law, 1 / len(laws), dtype=torch.float32)
+        causal_loss = self.loss(clean, rows.tokens[:, 1:].flatten(), even, laws, law, torch.full_like(even, SOFT))
         places = blocks.places
         asked = work.masked & rows.is_answer.gather(1, places.flatten(1)).view_as(places)
-        slots = SLOT_DECAY ** torch.arange(size, device=self.device).expand_as(places)[asked]
+        slot = torch.arange(size, device=self.device)
+        weights = (SLOT_DECAY**slot).expand_as(places)[asked]
+        last_seen = torch.where(work.masked, -1, slot).amax(-1, keepdim=True)
         row = torch.arange(count, device=self.device)[:, None, None].expand_as(places)[asked]
-        law = torch.arange(len(laws), device=self.device)
-        causal_loss = self.loss(
-            clean, rows.tokens[:, 1:].flatten(), torch.full_like(clean[:, 0], 1 / len(laws)), laws, law
-        )
         masked_loss = self.loss(
             noisy[asked],
             rows.tokens[row, places[asked]],
-            slots / slots.sum().clamp(min=1),
+            weights / weights.sum().clamp(min=1),
             laws,
             row * (ROW - 1) + places[asked] - 1,
+            SOFT * (slot > last_seen)[asked],
         )
         (causal_loss * self.options.causal_weight + masked_loss).backward()
         self.state["tokens"] += count * ROW
-        self.state["noisy"] += len(slots)
+        self.state["noisy"] += len(row)
         return torch.stack([masked_loss.detach(), causal_loss.detach()])
 
-    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, laws: Tensor, rows: Tensor) -> Tensor:
-        soft = torch.full_like(weights, SOFT)
-        return JointCrossEntropy.apply(hidden, self.model.lm_head.weight, labels, weights, laws, rows, soft)
+    def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor, laws: Tensor, rows: Tensor, soft: Tensor) -> Tensor:
+        head = self.model.lm_head.weight.to(self.products)
+        return JointCrossEntropy.apply(hidden.to(self.products), head, labels, weights, laws, rows, soft)
 
     def run(self) -> None:
         self.load()
@@ -335,13 +371,17 @@ class Trainer(Resumable):
 
     def finish(self) -> None:
         folder = self.options.out / "model"
-        self.model.config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": next(iter(LENGTHS))}
+        self.model.config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": OWN_LENGTH}
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        report = {**self.state, "responses": sum(name == "responses" for name in self.names)}
-        report["machine"] = "a CPU" if self.device.type == "cpu" else f"one {torch.cuda.get_device_name()}"
+        own = {**self.state, "responses": sum(name == "responses" for name in self.names)}
+        own["machine"] = "a CPU" if self.device.type == "cpu" else f"one {torch.cuda.get_device_name()}"
+        before = self.options.target.parent / "report.json"
+        stages = json.loads(before.read_text(encoding="utf-8")).get("stages", []) if before.exists() else []
+        report = {"stages": [*stages, own]}
         saved = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # not what was compiled
-        report["held_out"] = held_out(saved, self.tokenizer, self.held_out, self.mask)
+        fast = products_on(torch.device("cpu"))
+        report["held_out"] = held_out(saved, self.tokenizer, self.held_out, self.mask, products=fast)
         write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
         print(json.dumps(report))
 
@@ -354,12 +394,15 @@ def held_out(
     mask: int,
     most: int = 24,
     *,
-    in_order: bool = False,
+    orders: int = 1,
+    products: torch.dtype = torch.float32,
 ) -> dict[str, dict[str, float]]:
     """Nats per token of the first rows of each domain's held-out text: causally, and the bound of blocks of each length.
 
-    The bound is that of revealing in random order: of k slots masked, k uniform, each has the weight L / k. With ``in_order``
-    also :func:`surest_first`.
+    *bound L* is the mean over a random order in which each block is revealed. With several ``orders`` there are two more: the
+    bound that so many give together for the model's own length, −log of the mean of their likelihoods, which is tighter (arXiv
+    1509.00519); and *surest first*, where each pass reveals the slot that it is surest of, as text is written with a high
+    threshold. The slot does not depend on its own token, so that is the likelihood of writing so, and no bound.
     """
     noise = torch.Generator().manual_seed(0)
     parts: dict[str, list[Text]] = {}
@@ -372,58 +415,79 @@ def held_out(
         sums = found.setdefault(domain, {})
         for size in sorted(LENGTHS):
             starts = torch.arange(1, ROW - size + 1, size).expand(len(rows.tokens), -1)
-            order = torch.rand(*starts.shape, size, generator=noise).argsort(-1).argsort(-1)
-            number = torch.randint(1, size + 1, (*starts.shape, 1), generator=noise)
-            blocks = Blocks(starts, size)
-            work = Pass.of(rows, blocks, order < number, mask)
-            hidden = states(model, work)
-            logs = nats(model, hidden[:, ROW:], rows.tokens.gather(1, blocks.places.flatten(1)))
-            weights = (work.masked / number).flatten(1)
-            sums[f"bound {size}"] = float((logs * weights).sum()) / starts.numel()
-            if in_order:
-                sums[f"surest first {size}"] = surest_first(model, rows, blocks, mask)
-        sums["causal"] = float(nats(model, hidden[:, : ROW - 1], rows.tokens[:, 1:]).mean())
+            copies = Blocks(starts.repeat(1, orders if size == OWN_LENGTH else 1), size)
+            order = torch.rand(copies.places.shape, generator=noise).argsort(-1)
+            each = blocks_nats(model, rows, copies, mask, order, products=products)
+            sums[f"bound {size}"] = float(each.mean()) / size
+            if orders == 1:
+                continue
+            if size == OWN_LENGTH:
+                together = math.log(orders) - (-each.view(len(starts), orders, -1)).logsumexp(1)
+                sums[f"bound {size}, {orders} orders"] = float(together.mean()) / size
+            surest = blocks_nats(model, rows, Blocks(starts, size), mask, products=products)
+            sums[f"surest first {size}"] = float(surest.mean()) / size
+        model.set_attn_implementation("sdpa")
+        clean = model.model(input_ids=rows.tokens[:, :-1], use_cache=False).last_hidden_state
+        sums["causal"] = float(nats(model, clean, rows.tokens[:, 1:])[0].mean())
     return {domain: {name: round(value, 4) for name, value in sums.items()} for domain, sums in found.items()}
 
 
-def surest_first(model: Qwen3ForCausalLM, rows: Text, blocks: Blocks, mask: int) -> float:
-    """Nats per token where each pass reveals the one slot that it is surest of, as text is written with a high threshold.
+def blocks_nats(
+    model: Qwen3ForCausalLM,
+    rows: Text,
+    blocks: Blocks,
+    mask: int,
+    order: Tensor | None = None,
+    *,
+    products: torch.dtype = torch.float32,
+) -> Tensor:
+    """−log p ``[B, A]`` of blocks of which each pass reveals one slot: as ``order [B, A, L]`` says, or the surest."""
+    tokens = rows.tokens.gather(1, blocks.places.flatten(1)).view(blocks.places.shape)
+    masked, found = torch.ones_like(tokens, dtype=torch.bool), list[Tensor]()
+    at_once = max(1, TOKENS_AT_ONCE // (ROW + tokens[0].numel()))
+    for part in torch.arange(len(tokens)).split(at_once):
+        own_rows, own_blocks = Text(rows.tokens[part], rows.is_answer[part]), Blocks(blocks.starts[part], blocks.size)
+        own_masked, sums = masked[part], torch.zeros(tokens[part].shape[:2])
+        for number in range(blocks.size):
+            hidden = states(model, Pass.of(own_rows, own_blocks, own_masked, mask), products)[:, ROW:]
+            hidden = hidden.view(*own_masked.shape, -1)
+            if order is None:
+                losses, least = nats(model, hidden, tokens[part])
+                slot = least.masked_fill(~own_masked, math.inf).argmin(-1, keepdim=True)
+                sums += losses.gather(-1, slot)[..., 0]
+            else:
+                slot = order[part, :, number, None]
+                chosen = hidden.take_along_dim(slot[..., None], dim=2)
+                sums += nats(model, chosen, tokens[part].gather(-1, slot))[0][..., 0]
+            own_masked.scatter_(-1, slot, value=False)
+        found.append(sums)
+    return torch.cat(found)
 
-    The slot is chosen by what is revealed, not by its own token, so this is the likelihood of writing so, and no bound.
-    """
-    masked, sum_of_nats = torch.ones(blocks.places.shape, dtype=torch.bool), 0.0
-    tokens = rows.tokens.gather(1, blocks.places.flatten(1))
-    for _ in range(blocks.size):
-        hidden = states(model, Pass.of(rows, blocks, masked, mask))[:, ROW:]
-        own, least = (found.view(masked.shape) for found in nats_of(model, hidden, tokens))
-        slot = least.masked_fill(~masked, math.inf).argmin(-1, keepdim=True)
-        sum_of_nats += float(own.gather(-1, slot).sum())
-        masked.scatter_(-1, slot, value=False)
-    return sum_of_nats / tokens.numel()
 
-
-def nats(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> Tensor:
-    """−log p of ``tokens [B, N]``."""
-    return nats_of(model, hidden, tokens)[0]
-
-
-def nats_of(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """−log p of ``tokens [B, N]``, and of the likeliest token of each place, row by row of the batch."""
+def nats(model: Qwen3ForCausalLM, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """−log p of ``tokens [B, …]``, and of the likeliest token of each place, row by row of the batch."""
     own, least = list[Tensor](), list[Tensor]()
     for rows, ids in zip(hidden, tokens, strict=True):
         law = model.lm_head(rows).log_softmax(-1)
-        own.append(-law.gather(1, ids[:, None])[:, 0])
+        own.append(-law.gather(-1, ids[..., None])[..., 0])
         least.append(-law.amax(-1))
     return torch.stack(own), torch.stack(least)
 
 
-def score(folder: Path, data: Path) -> None:
+def score(folder: Path, data: Path, orders: int) -> None:
     """Print what :func:`held_out` finds of a saved model, as it is stored; of a causal LM only ``causal`` means anything."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     chats = load_chats(data, held_out=True)
     documents = [name for name, _, _ in chats], encode(tokenizer, chats)
-    found = held_out(model, tokenizer, documents, tokenizer.convert_tokens_to_ids("<|mask|>"), in_order=True)
+    found = held_out(
+        model,
+        tokenizer,
+        documents,
+        tokenizer.convert_tokens_to_ids("<|mask|>"),
+        orders=orders,
+        products=products_on(torch.device("cpu")),
+    )
     names = list(next(iter(found.values())))
     print(f"| domain | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
     for domain, losses in found.items():
@@ -447,9 +511,10 @@ if __name__ == "__main__":
         action="store_true",
         help="only measure --target on held-out text, a model of both kinds: some minutes",
     )
+    parser.add_argument("--orders", type=int, default=16, help=f"of blocks of {OWN_LENGTH}, that --score looks at")
     options = parser.parse_args()
     if options.score:
-        score(options.target, options.data)
+        score(options.target, options.data, options.orders)
     else:
         options.out.mkdir(parents=True, exist_ok=True)
         Trainer(options).run()

@@ -113,25 +113,46 @@ def test_both_halves_are_those_of_dense_passes(size: int) -> None:
         torch.testing.assert_close(found[row], dense_states(model, work, row), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @torch.no_grad()
-def test_what_is_surest_is_revealed_first() -> None:
+def test_a_block_is_revealed_slot_by_slot(in_order: bool) -> None:
     model, noise, size = tiny_model(), torch.Generator().manual_seed(5), 4
     tokens = torch.randint(4, 8000, (1, training.ROW), generator=noise)
     rows = training.Text(tokens, torch.ones_like(tokens, dtype=torch.bool))
     blocks = training.choose_blocks(rows, size, 3, noise)
-    found = training.surest_first(model, rows, blocks, MASK)
+    order = torch.rand(1, 3, size, generator=noise).argsort(-1) if in_order else None
+    found = training.blocks_nats(model, rows, blocks, MASK, order)
     model.set_attn_implementation("eager")
-    masked, expected = torch.ones(1, 3, size, dtype=torch.bool), list[float]()
-    for _ in range(size):
+    masked, expected = torch.ones(1, 3, size, dtype=torch.bool), torch.zeros(1, 3)
+    for number in range(size):
         work = training.Pass.of(rows, blocks, masked, MASK)
         laws = model.lm_head(dense_states(model, work, 0)[training.ROW :]).log_softmax(-1).view(3, size, -1)
         for block, start in enumerate(blocks.starts[0].tolist()):
             left = [slot for slot in range(size) if masked[0, block, slot]]
-            slot = max(left, key=lambda own, block=block: float(laws[block, own].max()))
-            expected.append(-float(laws[block, slot, tokens[0, start + slot]]))
+            surest = max(left, key=lambda own, block=block: float(laws[block, own].max()))
+            slot = surest if order is None else int(order[0, block, number])
+            expected[0, block] -= laws[block, slot, tokens[0, start + slot]]
             masked[0, block, slot] = False
     assert not masked.any()
-    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_several_orders_bound_more_tightly() -> None:
+    model = tiny_model()
+    for weight in model.parameters():
+        weight.mul_(4)  # so that orders differ
+    documents = ["gsm8k_train"], [torch.arange(4, 4 + 3 * training.ROW, dtype=torch.int32) * 7 % 8000]
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
+    documents[1][0][0] = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    found = training.held_out(model, tokenizer, documents, MASK, most=2, orders=6)["math"]
+    assert found["bound 8, 6 orders"] < found["bound 8"] - 1e-3
+    (row,) = torch.split(documents[1][0].long(), 3 * training.ROW)
+    logits = model(input_ids=row[: 2 * training.ROW].view(2, -1)).logits[:, :-1]
+    causal = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), row[: 2 * training.ROW].view(2, -1)[:, 1:].flatten()
+    )
+    assert found["causal"] == pytest.approx(float(causal), abs=1e-3)
 
 
 @torch.no_grad()
@@ -160,13 +181,42 @@ def test_the_loss_and_its_gradients_are_those_of_autograd() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head)), expected)
 
 
-def test_every_block_has_a_mask_and_a_quarter_have_nothing_else() -> None:
-    masked = training.choose_masks((4000,), 8, torch.Generator().manual_seed(3))
+def test_as_many_slots_are_asked_with_any_number_of_masks_and_a_fifth_are_drafts() -> None:
+    masked = training.choose_masks((20_000,), 8, torch.Generator().manual_seed(3))
+    number = masked.sum(dim=1)
+    slots = number.bincount(minlength=9)[1:] * torch.arange(1, 9)
     assert bool(masked.any(dim=1).all())
-    assert 0.25 <= masked.all(dim=1).float().mean() < 0.4
-    anchored = ~masked[:, 0] & masked[:, 1:].all(dim=1)
-    assert 0.25 <= anchored.float().mean() < 0.35
-    assert bool(masked[:, 7].float().mean() > masked[:, 1].float().mean())
+    assert float((slots[:6] / slots[:6].float().mean() - 1).abs().max()) < 0.15
+    assert 0.1 <= (number == 8).float().mean() < 0.16
+    assert 0.1 <= (~masked[:, 0] & (number == 7)).float().mean() < 0.12
+    alike = masked[number < 7].float().mean(dim=0)
+    assert float(alike.max() - alike.min()) < 0.05
+
+
+def test_slots_with_revealed_tokens_behind_them_learn_the_token_alone(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = training.Trainer(options)
+    tokens = torch.randint(4, 8000, (1, training.ROW), generator=torch.Generator().manual_seed(6))
+    rows = training.Text(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    pattern = torch.tensor([True, False, True, True])
+    monkeypatch.setattr(training, "choose_masks", lambda shape, size, noise: pattern.expand(*shape, size))
+    asked = []
+
+    def note(hidden: Tensor, labels: Tensor, weights: Tensor, *more: Tensor) -> Tensor:
+        asked.append((labels, weights, *more))
+        return hidden.sum()
+
+    monkeypatch.setattr(trainer, "loss", note)
+    trainer.accumulate(rows, 4, torch.Generator().manual_seed(7))
+    causal, (labels, weights, _, places, soft) = asked
+    half = training.SOFT
+    assert set(causal[4].tolist()) == {half}
+    assert soft.tolist() == [0.0, half, half] * (len(labels) // 3)
+    assert torch.equal(labels, tokens[0, places + 1])
+    decay = training.SLOT_DECAY
+    torch.testing.assert_close(weights[:3] / weights[0], torch.tensor([1.0, decay**2, decay**3]))
+    assert float(weights.sum()) == pytest.approx(1)
 
 
 def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
@@ -191,13 +241,14 @@ def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     bundle.write_diffusion(options.out, tmp_path / "diffusion", 0.7)
     assert "| math | " in (tmp_path / "diffusion" / "README.md").read_text()
     answers(tmp_path / "diffusion")
-    training.score(tmp_path / "diffusion", options.data)
+    training.score(tmp_path / "diffusion", options.data, orders=2)
     printed = capsys.readouterr().out.splitlines()
     heads, row = (
         next(line.split(" | ") for line in printed if line.startswith(f"| {name}")) for name in ("dom", "math")
     )
     losses = {name.strip(" |"): float(loss.strip(" |")) for name, loss in zip(heads[1:], row[1:], strict=True)}
-    assert losses.keys() - set(report["held_out"]["math"]) == {f"surest first {size}" for size in (4, 8, 16)}
+    more = losses.keys() - set(report["held_out"]["math"])
+    assert more == {"bound 8, 2 orders", "surest first 4", "surest first 8", "surest first 16"}
     for name, loss in report["held_out"]["math"].items():
         assert losses[name] == pytest.approx(loss, abs=0.02)
     check_shortened(options.out / "model", tmp_path / "diffusion")
