@@ -5,7 +5,7 @@
 
 ``leaks``: requests of all modes that a model has come, are aborted and preempted at random; in each turn every page is recounted,
 requests that ended are asked for canvases, and the memory of the process is reported now and then. ``draws``: tiny random models.
-The chi-square test of three tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer draws with a
+The chi-square test of five tokens, for drafts of 1, 2, 4 passes and of a number chosen at random, and of fewer draws with a
 planted bias, which must be seen; then the acceptance lengths of canvases drawn with the verifier's noise and with noise of their
 own.
 """
@@ -22,11 +22,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from tests.chi_square import chi_square_p, joint_counts
 from tests.diffusion_gemma import random_model
 from tests.engine.test_diffusion import BLOCKS, CANVAS, mixed
 from tests.procedures.test_denoising import MASK, masked_model
-from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, draws, exact, target
+from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, drawn, draws, exact, p_of, target
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.models.targets.diffusion import FAST_DLLM, SDAR
@@ -101,13 +100,11 @@ def check_draws(count: int) -> None:
     own = target(vocab_size=V)
     engine, distribution = engine_of(own), exact(own)
     assert own.diffusion is not None
-    params = SamplingParams(temperature=1.0, max_tokens=3)
     for steps in (1, 2, 4, None):
-        asked = replace(params, diffusion=DiffusionParams(mode="self", canvas_length=3, max_steps=steps))
         for kind in (SelfSpeculative, Unmatched):
             procedure = kind(own, own.diffusion, engine.procedure, Whim())
-            tokens, _ = many_draws(engine, procedure, AT_ONCE if kind is Unmatched else count, asked)
-            p = chi_square_p(joint_counts(tokens, V), distribution)
+            tokens, _ = many_draws(engine, procedure, AT_ONCE if kind is Unmatched else count, drawn(steps))
+            p = p_of(tokens, distribution)
             said = "planted bias" if kind is Unmatched else "drafts"
             print(f"{said}, passes {steps or 'at random'}: p = {p:.2g} over {len(tokens)} draws", flush=True)
     flat = target()

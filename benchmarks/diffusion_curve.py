@@ -139,9 +139,10 @@ def make_settings(options: argparse.Namespace) -> list[Setting]:
     for length in options.lengths:
         canvas = f", canvas {length}" if length else ""
         for steps in options.steps:
-            found.append(setting(f"{steps} steps{canvas}", canvas_length=length, max_steps=steps))
+            found.append(setting(f"{steps} steps{canvas}", mode="diffusion", canvas_length=length, max_steps=steps))
         for threshold in [] if options.steps else options.thresholds:
-            found.append(setting(f"threshold {threshold:g}{canvas}", canvas_length=length, threshold=threshold))
+            name = f"threshold {threshold:g}{canvas}"
+            found.append(setting(name, mode="diffusion", canvas_length=length, threshold=threshold))
     return found
 
 

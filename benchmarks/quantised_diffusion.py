@@ -35,7 +35,7 @@ class Measured:
         self.prompts, self.max_tokens = prompts, max_tokens
         self.plain = self._answers(DiffusionParams(mode="autoregressive"))
         self.drafted = self._answers(DiffusionParams(mode="self", max_steps=1))
-        self.denoised = self._answers(DiffusionParams(threshold=threshold))
+        self.denoised = self._answers(DiffusionParams(mode="diffusion", threshold=threshold))
 
     def _answers(self, diffusion: DiffusionParams) -> list[GenerationResult]:
         params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, diffusion=diffusion)

@@ -57,7 +57,8 @@ def ways_of(options: argparse.Namespace) -> dict[str, list[Way]]:
     own = [Way(PLAIN, both, DiffusionParams(mode="autoregressive"))]
     own += [Way(name, both, settings) for name, settings in zip(names, chosen, strict=True)]
     if both.target.diffusion and both.target.diffusion.mask_token_id is not None:  # others read no threshold
-        own += [Way(f"threshold {value:g}", both, DiffusionParams(threshold=value)) for value in options.thresholds]
+        denoised = {value: DiffusionParams(mode="diffusion", threshold=value) for value in options.thresholds}
+        own += [Way(f"threshold {value:g}", both, params) for value, params in denoised.items()]
     others = [Way(PLAIN, Engine(pair.target)), Way("DFlash drafter", pair)]
     return {"diffusion model": own, "target": others}
 
@@ -66,7 +67,7 @@ def agreement(way: Way, plain: Way) -> str:
     pairs = zip(way.prompts, way.results, plain.results, strict=True)
     differ = [(prompt, own.token_ids, one.token_ids) for prompt, own, one in pairs if own.token_ids != one.token_ids]
     said = f"{len(way.results) - len(differ)} of {len(way.results)}"
-    is_denoised = way.diffusion is not None and way.diffusion.mode is None
+    is_denoised = way.diffusion is not None and way.diffusion.mode == "diffusion"
     if differ and not is_denoised:
         dtype = plain.engine.target.dtype
         said += f", {sum(is_tie(plain.engine, *answers, dtype) for answers in differ)} ties"

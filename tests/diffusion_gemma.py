@@ -16,7 +16,9 @@ CANVAS = 16
 WINDOW = 8
 
 
-def random_model(seed: int = 0, *, is_sharp: bool = False, wide: bool = False) -> DiffusionGemmaForBlockDiffusion:
+def random_model(
+    seed: int = 0, *, is_sharp: bool = False, wide: bool = False, num_layers: int = 2
+) -> DiffusionGemmaForBlockDiffusion:
     """Every layer has a scalar of its own in each mode; the full layer has other heads. A wide one has room for groups of codes.
 
     A sharp one has distributions of so little entropy that canvases settle. It computes in fp64: in fp32 two orders of the same
@@ -26,16 +28,16 @@ def random_model(seed: int = 0, *, is_sharp: bool = False, wide: bool = False) -
         vocab_size=VOCAB,
         hidden_size=64 if wide else 32,
         intermediate_size=64 if wide else 32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32 if wide else 8,
-        layer_types=["sliding_attention", "full_attention"],
+        layer_types=["sliding_attention"] * (num_layers - 1) + ["full_attention"],
         sliding_window=WINDOW,
         num_experts=4,
         top_k_experts=2,
         moe_intermediate_size=32 if wide else 8,
-        per_layer_config={1: {"head_dim": 64 if wide else 16, "num_key_value_heads": 2}},
+        per_layer_config={num_layers - 1: {"head_dim": 64 if wide else 16, "num_key_value_heads": 2}},
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=0,

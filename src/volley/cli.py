@@ -254,14 +254,14 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 def demo(
     threads: Annotated[int | None, typer.Option(help="Most CPU threads; by default torch's choice.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
-    diffusion: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
+    canvases: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
     """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
-    target = "reference-diffusion" if diffusion else None
+    target = "reference-diffusion" if canvases else None
     engine = load_engine(ModelOptions(target=target, dtype=dtype, threads=threads))
     from volley import console
 
-    if not (console.demo_diffusion if diffusion else console.demo)(engine, console.stdout()):
+    if not (console.demo_diffusion if canvases else console.demo)(engine, console.stdout()):
         raise typer.Exit(1)
 
 

@@ -101,7 +101,7 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
 def describe(result: GenerationResult) -> str:
     """One line about an answer."""
     stats = result.stats
-    gain = f"{stats.tokens_per_pass:.2f} tokens a pass" if stats.canvases else f"τ {stats.acceptance_length:.2f}"
+    gain = f"{stats.tokens_per_pass:.2f} tokens a pass" if stats.denoising_steps else f"τ {stats.acceptance_length:.2f}"
     return (
         f"{gain} · {stats.decode_tokens_per_second:.1f} tokens/s · "
         f"{stats.output_tokens} tokens · first after {1000 * stats.time_to_first_token:.0f} ms · {result.finish_reason}"
@@ -188,14 +188,22 @@ def _compare(prompt: Any, speculative: _Way, plain: _Way) -> Comparison:
 def comparison_table(rows: dict[str, Comparison]) -> Table:
     table = Table()
     table.add_column("prompt")
-    for name in ("tokens", "τ", "plain tokens/s", "volley tokens/s", "speedup", "identical"):
+    has_canvases = any(row.speculative.stats.denoising_steps for row in rows.values())
+    for name in (
+        "tokens",
+        "tokens a pass" if has_canvases else "τ",
+        "plain tokens/s",
+        "volley tokens/s",
+        "speedup",
+        "identical",
+    ):
         table.add_column(name, justify="right")
     for name, row in rows.items():
         speculative, plain = row.speculative.stats, row.plain.stats
         table.add_row(
             name,
             str(speculative.output_tokens),
-            f"{speculative.acceptance_length:.2f}",
+            f"{speculative.tokens_per_pass:.2f}",
             f"{plain.decode_tokens_per_second:.1f}",
             f"{speculative.decode_tokens_per_second:.1f}",
             f"{row.speedup:.2f}×",
@@ -222,7 +230,8 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
     tie to explain it."""
 
     def paint(prompt: list[Message], params: SamplingParams) -> None:
-        painted = stream(engine, prompt, replace(params, diffusion=DiffusionParams(stream_drafts=True)), out).stats
+        canvases = DiffusionParams(mode="diffusion", stream_drafts=True)
+        painted = stream(engine, prompt, replace(params, diffusion=canvases), out).stats
         passes = painted.denoising_steps + painted.commit_passes
         out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
 

@@ -365,7 +365,7 @@ class GenerationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """τ: mean tokens gained per target pass, bonus token included; 1.0 is plain decoding."""
+        """τ: mean tokens gained per cycle of draft and verification, bonus token included; 1.0 is plain decoding."""
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 1.0
 
     @property

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running
 from tests.test_cli import run
-from volley.bench.load import Level, LoadConfig, percentiles, run_level, run_load, to_markdown
+from volley.bench.load import Level, LoadConfig, Sample, percentiles, run_level, run_load, to_markdown
 from volley.errors import ConfigError, EndpointError
 from volley.prompts import Conversation
 
@@ -27,6 +28,13 @@ def server(tiny_pair: TinyPair) -> Iterator[Running]:
         tiny.answer(list(prompt.messages), max_tokens=20)
     with running(tiny.engine(policy="fixed", max_running=8), max_waiting=0) as server:
         yield server
+
+
+def test_tokens_of_a_canvas_come_at_once() -> None:
+    """So the time of each is that of the whole answer; otherwise the first token's is left out."""
+    one_by_one = Sample(started=0.0, first=1.0, total=3.0, gaps=[], tokens=5)
+    assert one_by_one.seconds_per_token == 0.5
+    assert replace(one_by_one, has_canvases=True).seconds_per_token == 0.6
 
 
 def test_closed_and_open_loops(server: Running) -> None:

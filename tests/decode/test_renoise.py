@@ -22,10 +22,10 @@ from tests.made_up import request
 from volley.decode.canvas import Canvas, CoupledNoise, Look
 from volley.decode.renoise import Renoise
 from volley.decode.rules import make_rules
-from volley.decode.sampling import PositionNoise
+from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Ask, Rule, Shape
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion_gemma import DiffusionGemma
-from volley.models.targets.target import BlockDiffusion
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 from volley.types import DiffusionParams, SamplingParams
@@ -113,6 +113,20 @@ def test_greedy_candidates_are_the_best_tokens() -> None:
     taken = canvas.tokens == canvas.history[-1]
     assert int(taken.sum()) >= 1
     torch.testing.assert_close(stepped(SamplingParams(top_k=1, temperature=1.0, seed=1)).tokens, canvas.tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draft_is_what_its_verifier_would_draw(temperature: float) -> None:
+    sampling, noise = SamplingParams(temperature=temperature, top_k=5), CoupledNoise(8)
+    canvas = Renoise(VOCAB).open(4, [7], PARAMS, noise)
+    for logits in made_up_passes(3):
+        last = logits.clone()
+        Renoise(VOCAB).step(canvas, logits, sampling, replace(PARAMS, max_steps=2), noise)
+        if canvas.done:
+            break
+    wanted = noise.choose(token_probs(last, sampling), 4, 2) if temperature else last.argmax(-1)
+    assert canvas.tokens.tolist() == [7, *wanted[1:].tolist()]
+    assert temperature == 0 or wanted[1:].tolist() != last.argmax(-1)[1:].tolist()
 
 
 def test_confidence_is_one_for_a_certain_slot_and_one_in_so_many_for_a_flat_one() -> None:

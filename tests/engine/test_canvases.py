@@ -182,10 +182,40 @@ def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(target: Ta
     finish(engine, [*requests, late])
 
 
+@pytest.mark.parametrize("most", [CANVAS, 2 * CANVAS])
+@pytest.mark.parametrize("num_pages", [6, 8, 9])
+def test_small_passes_over_few_pages_serve_all(target: Target, num_pages: int, most: int) -> None:
+    """The canvas whose turn it is may find no pages, while those that have some wait for theirs."""
+    engine = engine_of(target, num_pages=num_pages, max_batch_tokens=most)
+    prompts = [[*range(20 + place, 28 + place)] for place in range(3)]
+    each = [params(index, max_tokens=32) for index in range(3)]
+    requests = [engine.add_request(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+    answers = finish(engine, requests)
+    engine.check_integrity()
+    pairs = zip(prompts, each, strict=True)
+    assert answers == [next(iter(engine_of(target).generate([prompt], own))).token_ids for prompt, own in pairs]
+
+
+def test_canvases_of_a_lower_priority_have_the_room_of_a_pass_first(target: Target) -> None:
+    engine = engine_of(target, max_batch_tokens=CANVAS)
+    others = [engine.add_request(PROMPTS[1], params(index, max_tokens=40, priority=10)) for index in range(4)]
+    for _ in range(12):
+        engine.step()
+    urgent = engine.add_request(PROMPTS[1], params(9, priority=0))
+    while urgent.stats.denoising_steps == 0:
+        engine.step()
+    before = sum(request.stats.denoising_steps for request in others)
+    while urgent.finish_reason is None:
+        engine.step()
+    assert sum(request.stats.denoising_steps for request in others) <= before + 1, "one may share its last pass"
+    finish(engine, others)
+
+
 @pytest.mark.parametrize("turns", [200])
-def test_nothing_leaks_in_a_long_run(target: Target, turns: int) -> None:
+@pytest.mark.parametrize(("pages", "most"), [(24, 40), (7, 2 * CANVAS)])
+def test_nothing_leaks_in_a_long_run(target: Target, turns: int, pages: int, most: int) -> None:
     """Arrivals, aborts and preemptions of requests of three modes; what ends well has the answer it has alone."""
-    chance, engine = random.Random(0), engine_of(target, num_pages=24, max_running=6, max_batch_tokens=40)
+    chance, engine = random.Random(0), engine_of(target, num_pages=pages, max_running=6, max_batch_tokens=most)
     alive: list[tuple[int, Request]] = []
     happened: Counter[str] = Counter()
     ended: list[tuple[int, Request]] = []
@@ -205,7 +235,7 @@ def test_nothing_leaks_in_a_long_run(target: Target, turns: int) -> None:
         alive = [pair for pair in alive if pair[1].finish_reason is None]
     finish(engine, [request for _, request in alive])
     assert min(happened.values()) > turns // 20
-    assert len(ended) > turns // 8
+    assert len(ended) > turns // 16
     for turn, request in ended[:: max(1, len(ended) // 6)]:
         assert request.result().token_ids == alone(target, turn, replace(mixed(turn), max_tokens=9))
 

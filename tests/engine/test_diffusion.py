@@ -22,8 +22,9 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.types import CanvasDraft
 
@@ -330,7 +331,7 @@ def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 8, 9, 11])
 def test_no_draft_repeats_or_goes_beyond_the_answer(max_tokens: int) -> None:
-    """The last canvas is denoised to its end, which the answer may not reach: these passes show nothing."""
+    """The last canvas ends where all is revealed that the answer has of it, and what is complete is text at once."""
     target = masked_model(JOINT).target
     asked = replace(CANVAS, strategy="sequential", max_steps=8, stream_drafts=True)
     chunks = list(Engine(target, **BLOCKS).stream([1], params(max_tokens=max_tokens, diffusion=asked)))
@@ -338,8 +339,8 @@ def test_no_draft_repeats_or_goes_beyond_the_answer(max_tokens: int) -> None:
     assert len(whole) == max_tokens
     drafts = [chunk.draft.token_ids for chunk in chunks if chunk.draft is not None]
     first, last = min(max_tokens, 8), max_tokens - 8
-    expected = [[*whole[:known], *[None] * (first - known)] for known in range(1, min(first + 1, 8))]
-    expected += [[*whole[8 : 8 + known], *[None] * (last - known)] for known in range(1, last + 1)]
+    expected = [[*whole[:known], *[None] * (first - known)] for known in range(1, first)]
+    expected += [[*whole[8 : 8 + known], *[None] * (last - known)] for known in range(1, last)]
     assert drafts == expected, "one token a pass, from left to right"
 
 
@@ -401,6 +402,13 @@ def test_a_family_is_recognised_by_its_model_type(folder: Path) -> None:
     (result,) = engine.generate("Hello", SamplingParams(max_tokens=10))
     assert result.stats.canvases == 2
     assert 3 not in result.token_ids
+
+
+def test_a_drafter_for_rows_in_place_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    rename(folder, model_type="sdar", mask_token_id=3)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="with mode 'self'"):
+        Engine.from_pretrained(folder, drafter="reference-dflash", dtype=torch.float32)
 
 
 def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def test_canvases_are_those_of_a_dense_loop(length: int, threshold: float) -> No
     model = masked_model(JOINT)
     own = DiffusionParams(canvas_length=length, threshold=threshold)
     engine = Engine(model.target, page_size=4)
-    results = list(engine.generate(PROMPTS, SamplingParams(max_tokens=13, diffusion=own)))
+    results = list(engine.generate(PROMPTS, SamplingParams(max_tokens=3 * length, diffusion=own)))
     for prompt, result in zip(PROMPTS, results, strict=True):
-        tokens, passes = dense_answer(model.hf, prompt, own, 13)
+        tokens, passes = dense_answer(model.hf, prompt, own, 3 * length)
         assert (result.token_ids, result.stats.denoising_steps) == (tokens, passes)
 
 
@@ -118,7 +118,7 @@ def test_the_config_makes_a_causal_lm_a_diffusion_model(tiny_pair: TinyPair, tmp
     target = load_target(folder, torch.float32, "cpu")
     assert target.diffusion is not None
     assert (target.diffusion.mask_token_id, target.diffusion.has_causal_context) == (4, True)
-    assert (target.diffusion.defaults.canvas_length, target.diffusion.defaults.threshold) == (6, 0.7)
+    assert (target.diffusion.settings.canvas_length, target.diffusion.settings.threshold) == (6, 0.7)
     (result,) = Engine(target).generate([[5, 6, 7]], SamplingParams(max_tokens=9))
     assert (len(result.token_ids), result.stats.canvases) == (9, 2)
     assert 4 not in result.token_ids

@@ -16,8 +16,9 @@ from volley.decode.canvas import CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Work
 from volley.memory.batch import Segment
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import FAST_DLLM, LLADA2, SDAR
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
 
@@ -199,21 +200,31 @@ Dense = Callable[[Masked, list[int], SamplingParams, DiffusionParams], tuple[lis
 
 
 def compare(model: Masked, dense: Dense, prompts: list[list[int]], params: SamplingParams, **options: Any) -> None:
-    """The engine answers all prompts together; tokens and passes must be those of the loop."""
+    """The engine answers all prompts together; tokens and passes must be those of the loop.
+
+    Passes are compared of answers that end where a canvas ends; one that is cut has the same tokens and no more passes.
+    """
     engine = Engine(model.target, **{"page_size": 8, **options})
     _, full = engine.procedures.choose(params)
     assert full.diffusion is not None
-    for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
-        tokens, passes = dense(model, prompt, params, full.diffusion)
+    assert full.diffusion.canvas_length is not None
+    length, whole = full.diffusion.canvas_length, list[SamplingParams]()
+    for prompt in prompts:
+        end = -(-(len(prompt) + params.max_tokens) // length) * length
+        whole.append(replace(params, max_tokens=end - len(prompt)))
+    cut = list(engine.generate(prompts, params))
+    for prompt, own, short, result in zip(prompts, whole, cut, list(engine.generate(prompts, whole)), strict=True):
+        tokens, passes = dense(model, prompt, own, full.diffusion)
         assert (result.token_ids, result.stats.denoising_steps) == (tokens, passes), prompt
+        assert short.token_ids == tokens[: params.max_tokens]
+        assert short.stats.denoising_steps <= passes
     engine.check_integrity()
 
 
 def prompts_around(length: int) -> list[list[int]]:
-    """Prompts of 1 to 2L + 1 tokens, the lengths around a block's end among them."""
+    """Prompts of 1 to 2L + 1 tokens."""
     generator = torch.Generator().manual_seed(length)
-    sizes = sorted({1, length - 1, length, length + 1, 2 * length, 2 * length + 1} - {0})
-    return [torch.randint(MASK, (size,), generator=generator).tolist() for size in sizes]
+    return [torch.randint(MASK, (size,), generator=generator).tolist() for size in range(1, 2 * length + 2)]
 
 
 STRATEGIES = [
@@ -330,11 +341,28 @@ def test_penalties_are_of_what_has_come_out(sdar: Masked) -> None:
 
     changed = 0
     for prompt in prompts_around(4):
+        params, plain = (replace(own, max_tokens=16 - len(prompt) % 4) for own in (params, plain))
         (result,) = Engine(sdar.target, page_size=8).generate([prompt], params)
         tokens, passes = dense_sdar(sdar, prompt, params, diffusion, change=penalised)
         assert (result.token_ids, result.stats.denoising_steps) == (tokens, passes)
         changed += tokens != dense_sdar(sdar, prompt, plain, diffusion)[0]
     assert changed > 0
+
+
+def test_a_canvas_ends_where_the_answer_does(sdar: Masked) -> None:
+    """Revealed tokens stay, so nothing behind a stop token or the last token need be known; an edit could change them."""
+    own = DiffusionParams(canvas_length=8, strategy="sequential", max_steps=8)
+    params = SamplingParams(max_tokens=16, diffusion=own)
+    engine = Engine(sdar.target, page_size=8)
+    (whole,) = engine.generate([[*range(8)]], params)
+    at = next(place for place in range(9, 15) if whole.token_ids[place] not in whole.token_ids[:place])
+    (stopped,) = engine.generate([[*range(8)]], replace(params, stop_token_ids=(whole.token_ids[at],), logprobs=True))
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", whole.token_ids[: at + 1])
+    assert len(stopped.logprobs or ()) == at + 1
+    assert (whole.stats.denoising_steps, stopped.stats.denoising_steps) == (16, at + 1)
+    (cut,) = engine.generate([[*range(8)]], replace(params, max_tokens=11))
+    assert (cut.token_ids, cut.stats.denoising_steps) == (whole.token_ids[:11], 11)
+    engine.check_integrity()
 
 
 def test_the_first_slot_is_never_the_mask(fast_dllm: Masked) -> None:

@@ -370,3 +370,12 @@ def test_rules_follow_the_text_and_a_prompt_has_no_log_probabilities(sdar: Maske
         with pytest.raises(ConfigError, match=r"prompt_logprobs.*its own token"):
             Engine(sdar.target).add_request([1, 2], params(diffusion, prompt_logprobs=0))
         assert answers(sdar.target, [[1, 2]], params(diffusion, max_tokens=0)) == [[]]
+
+
+def test_the_logits_of_the_next_token_are_those_by_which_the_model_writes(sdar: Masked) -> None:
+    """What says whether two answers part at a tie looks at them."""
+    engine, prompts = Engine(sdar.target, page_size=4), tiny.random_prompts(6, vocab=MASK)
+    written = [result.token_ids for result in engine.generate(prompts, params(AUTOREGRESSIVE, max_tokens=3))]
+    for prompt, tokens in zip(prompts, written, strict=True):
+        assert [int(engine.next_logits([*prompt, *tokens[:known]]).argmax()) for known in range(3)] == tokens
+    assert engine.next_logits(prompts[0])[MASK] == -torch.inf

@@ -15,9 +15,10 @@ from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.rules import AtLeast
-from volley.errors import ConfigError, MismatchError, UnsupportedModelError
+from volley.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, LLADA2, SDAR, load_target
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.procedures.denoising import Denoising
 from volley.procedures.in_place import InPlace
@@ -79,7 +80,7 @@ def test_a_token_without_a_draft_costs_its_mask_too(family: BlockDiffusion, plai
 
 def test_a_drafter_of_a_model_that_does_not_write_causally_is_refused() -> None:
     pair = tiny.make_pair()
-    with pytest.raises(MismatchError, match="leave it out"):
+    with pytest.raises(MismatchError, match="leave the drafter out"):
         Engine(Target(pair.hf, None, replace(SDAR, mask_token_id=3)), pair.drafter)
 
 
@@ -196,14 +197,52 @@ def test_drafts_are_of_whole_canvases_unless_a_request_says_otherwise() -> None:
 def test_a_model_that_drafts_for_itself_may_say_how(
     tmp_path: Path, own: dict[str, Any], expected: tuple[int | None, str]
 ) -> None:
-    tiny.eager_model(tiny.target_config()).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "block_diffusion": {"mask_token_id": 3, **own}}))
-    byte_tokenizer().save_pretrained(tmp_path)
-    procedures = Procedures(load_target(tmp_path, torch.float32, "cpu"), Speculative(DecodingConfig()))
+    procedures = saved(tmp_path, block_diffusion={"mask_token_id": 3, **own})
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="self")))
     assert params.diffusion is not None
     assert (params.diffusion.max_steps, params.diffusion.strategy) == expected
+
+
+def saved(folder: Path, **changes: Any) -> Procedures:
+    """Of a tiny model whose config says this."""
+    tiny.eager_model(tiny.target_config()).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    byte_tokenizer().save_pretrained(folder)
+    return Procedures(load_target(folder, torch.float32, "cpu"), Speculative(DecodingConfig()))
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"mode": "self"}, (None, "low_confidence_dynamic", 0.9)),
+        (
+            {"mode": "self", "max_steps": 2, "threshold": 0.6},
+            (None, "low_confidence_dynamic", 0.6),
+        ),  # the first of drafts
+        ({"max_steps": 2, "strategy": "sequential"}, (2, "sequential", 0.9)),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "sdar"])
+def test_texts_have_what_the_config_says_of_texts(
+    tmp_path: Path, own: dict[str, Any], expected: tuple[int | None, str, float], family: str
+) -> None:
+    mask = {"mask_token_id": 3}
+    changes = {"block_diffusion": own, **mask} if family == "sdar" else {"block_diffusion": {**own, **mask}}
+    procedures = saved(tmp_path, model_type=family, **changes)
+    assert procedures.default_mode == own.get("mode", "diffusion")
+    _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(mode="diffusion")))
+    found = params.diffusion
+    assert found is not None
+    assert (found.max_steps, found.strategy, found.threshold) == expected
+
+
+@pytest.mark.parametrize("own", [{"strategy": "entropy_renoise"}, {"t_max": 0.5}, {"treshold": 0.5}, 8])
+@pytest.mark.parametrize("family", ["qwen3", "sdar"])
+def test_a_config_may_say_nothing_that_nobody_reads(tmp_path: Path, own: Any, family: str) -> None:
+    said = {"mask_token_id": 3, **own} if isinstance(own, dict) and family == "qwen3" else own
+    with pytest.raises(CheckpointError, match="block_diffusion"):
+        saved(tmp_path, model_type=family, mask_token_id=3, block_diffusion=said)
 
 
 def test_canvases_of_recurrent_layers_are_refused() -> None:

@@ -21,13 +21,14 @@ from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CanvasNoise, CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
+from volley.decode.work import Ask, Work
 from volley.models.targets.diffusion import FAST_DLLM
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.request import Request
-from volley.procedures.self_speculative import SelfSpeculative
+from volley.procedures.self_speculative import SelfCheck, SelfSpeculative
 
 MASK = tiny.VOCAB - 1
 AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
@@ -197,8 +198,24 @@ class Independent(SelfSpeculative):
         return PositionNoise(request.noise.seed)
 
 
+class Watched(SelfSpeculative):
+    """Notes what is verified: tokens drafted, passes over them, and whether another canvas rides behind."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.verified = Counter[tuple[int, int, bool]]()
+
+    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+        canvas = request.canvas
+        work = super().next_work(request, ask)
+        if isinstance(work, SelfCheck):
+            assert canvas is not None
+            self.verified[len(work.proposal.token_ids), canvas.step, work.riding > 0] += 1
+        return work
+
+
 def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams, first: int = 0) -> tuple[Tensor, float]:
-    """Three tokens of each of ``count`` answers with the seeds from ``first`` on, and their mean acceptance length."""
+    """Tokens of ``count`` answers with the seeds from ``first`` on, and their mean acceptance length."""
     requests = []
     for seed in range(first, first + count):
         _, own = engine.procedures.choose(replace(params, seed=seed))
@@ -206,19 +223,20 @@ def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams, fi
     while engine.has_work:
         engine.step()
     lengths = [length for request in requests for length in request.stats.accepted_lengths]
-    return torch.tensor([request.token_ids[2:5] for request in requests]), sum(lengths) / len(lengths)
+    return torch.tensor([request.token_ids[2:] for request in requests]), sum(lengths) / len(lengths)
 
 
-V = 5
+V, TOKENS = 3, 5
+"""Of so many tokens of an answer the joint distribution is known."""
 
 
 def exact(own: Target) -> Tensor:
-    """The distribution of three tokens after the prompt ``[V³]``."""
+    """The distribution of :data:`TOKENS` tokens after the prompt ``[V ** TOKENS]``."""
     hf = copy.deepcopy(own.model)
     hf.set_attn_implementation("eager")
     joint = torch.ones(())
     texts = torch.tensor([[1, 2]])
-    for _ in range(3):
+    for _ in range(TOKENS):
         with torch.inference_mode():
             probs = token_probs(hf(input_ids=texts).logits[:, -1], SamplingParams(temperature=1.0))
         joint = (joint.reshape(-1, 1) * probs).flatten()
@@ -227,30 +245,42 @@ def exact(own: Target) -> Tensor:
     return joint
 
 
-@pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (4, Whim), (None, Whim), (None, Peeks), (1, DraftSteps)])
+def drawn(steps: int | None) -> SamplingParams:
+    """Canvases that can take so many passes, and answers that have room for one behind another."""
+    length = 6 if steps == 4 else 3
+    own = DiffusionParams(mode="self", canvas_length=length, max_steps=steps)
+    return SamplingParams(temperature=1.0, max_tokens=2 * length, diffusion=own)
+
+
+def p_of(tokens: Tensor, distribution: Tensor) -> float:
+    return chi_square_p(joint_counts(tokens[:, :TOKENS], V), distribution)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rule"), [(1, Whim), (2, Whim), (4, Whim), (None, Whim), (None, Peeks), (1, DraftSteps)]
+)
 def test_sampled_tokens_have_the_models_own_distribution(steps: int | None, rule: type[DraftSteps]) -> None:
     own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
-    diffusion = DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
-    params = SamplingParams(temperature=1.0, max_tokens=3, diffusion=diffusion)
+    engine = Engine(own, max_running=500, max_batch_tokens=8000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
     chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1 + 0.1 * tokens / requests))
-    procedure = SelfSpeculative(own, own.diffusion, engine.procedure, chooser)
-    tokens, _ = draws(engine, procedure, 1500, params)
-    assert chi_square_p(joint_counts(tokens, V), exact(own)) > 1e-3
+    procedure = Watched(own, own.diffusion, engine.procedure, chooser)
+    tokens, _ = draws(engine, procedure, 1500, drawn(steps))
+    assert p_of(tokens, exact(own)) > 1e-3
+    seen = procedure.verified
+    assert sum(count for (drafted, _, _), count in seen.items() if drafted > 1) > 100
+    assert rule is DraftSteps or sum(count for (_, _, rode), count in seen.items() if rode) > 100
+    assert steps is None or sum(count for (_, passes, _), count in seen.items() if passes == steps) > 100
 
 
-@pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (None, Whim), (None, Peeks)])
+@pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (4, Whim), (None, Whim), (None, Peeks)])
 def test_a_planted_bias_is_seen(steps: int | None, rule: type[DraftSteps]) -> None:
     own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=4000, prefix_caching=False, num_pages=1000)
+    engine = Engine(own, max_running=500, max_batch_tokens=8000, prefix_caching=False, num_pages=1000)
     assert own.diffusion is not None
-    params = SamplingParams(
-        temperature=1.0, max_tokens=3, diffusion=DiffusionParams(mode="self", canvas_length=3, max_steps=steps)
-    )
     chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1.0))
-    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, chooser), 1500, params)
-    assert chi_square_p(joint_counts(tokens, V), exact(own)) < 1e-3
+    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, chooser), 1500, drawn(steps))
+    assert p_of(tokens, exact(own)) < 1e-3
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])

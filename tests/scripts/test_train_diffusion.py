@@ -269,7 +269,7 @@ def check_shortened(source: Path, bundled: Path) -> None:
 def answers(folder: Path) -> None:
     target = load_target(folder, torch.float32, "cpu")
     assert target.diffusion is not None
-    assert (target.diffusion.mask_token_id, target.diffusion.defaults.threshold) == (MASK, 0.7)
+    assert (target.diffusion.mask_token_id, target.diffusion.settings.threshold) == (MASK, 0.7)
     engine = Engine(target)
     asked = [{"role": "user", "content": "How do I add?"}]
     found = {}

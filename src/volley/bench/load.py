@@ -98,7 +98,14 @@ class Sample:
     """Between the arrivals of chunks of text. One chunk may hold a whole accepted block."""
     tokens: int
     acceptance_length: float | None = None
+    """Of an answer from canvases all tokens per pass."""
+    has_canvases: bool = False
     error: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of those behind the first; of an answer from canvases, whose tokens come many at once, of all."""
+        return self.total / self.tokens if self.has_canvases else (self.total - self.first) / (self.tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class Level:
         """Rates of the whole level; percentiles in seconds over the requests that succeeded."""
         good = [sample for sample in self.samples if sample.error is None]
         taus = [sample.acceptance_length for sample in good if sample.acceptance_length is not None]
-        per_token = [(s.total - s.first) / (s.tokens - 1) for s in good if s.tokens > 1]
+        per_token = [sample.seconds_per_token for sample in good if sample.tokens > 1]
         return {
             "requests": len(self.samples),
             "errors": len(self.samples) - len(good),
@@ -295,7 +302,8 @@ async def _ask(config: LoadConfig, client: httpx.AsyncClient, body: dict[str, An
         total=end - sent,
         gaps=[later - earlier for earlier, later in itertools.pairwise(arrivals)],
         tokens=int(usage.get("completion_tokens", len(arrivals))),
-        acceptance_length=details.get("acceptance_length"),
+        acceptance_length=details.get("tokens_per_pass", details.get("acceptance_length")),
+        has_canvases="tokens_per_pass" in details,
         error=error,
     )
 

@@ -15,6 +15,7 @@ from volley.bench.ties import is_tie
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.capacity import fit_engine
 from volley.engine.engine import Engine
+from volley.errors import ConfigError
 from volley.files import write_atomically
 from volley.models.diagnosis import holds_target
 from volley.models.drafters.draft_model import load_drafter
@@ -73,12 +74,15 @@ def run_bench(
 
     How the engine drafts is put back afterwards.
     """
+    family = engine.target.diffusion
+    is_diffusion = family is not None
+    if config.against and family is not None and not (family.writes_causally and engine.target.can_be_tapped):
+        raise ConfigError("peers decode causal LMs, and this target's folder has none; leave --against out")
     workload = config.load()
     before = engine.config
     drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
-    is_diffusion = engine.target.diffusion is not None
     causal = DiffusionParams(mode="autoregressive") if is_diffusion else None
     runners: dict[Case, Runner] = {
         case: engine_runner(plain if case == PLAIN else engine, case, causal) for case in cases

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, Denoiser, Look, read_together
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Look, read_together
 from volley.decode.sampling import draw, likeliest, token_probs
 from volley.memory.device import most_together
 from volley.memory.upload import upload
@@ -64,16 +64,25 @@ class Renoise(Denoiser):
         renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
         sure = _are_sure(entropy, looks)
         confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
-        rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
-        for (canvas, _, _, params, _), is_sure, own_best, own_new, own_confidence, own_logits in rows:
+        rows = zip(looks, sure, heat, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
+        for look, is_sure, own_heat, own_best, own_new, own_confidence, own_logits in rows:
+            canvas, params = look.canvas, look.params
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
-            canvas.tokens = own_best.clone() if canvas.done else own_new
+            canvas.tokens = _result(look, own_best, own_logits, own_heat) if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
             canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
+
+
+def _result(look: Look, best: Tensor, logits: Tensor, heat: Tensor) -> Tensor:
+    """The best tokens ``[L]``; of a draft what its verifier would draw of the last ``logits [L, V]``, divided by ``heat``."""
+    if look.sampling.temperature == 0 or not isinstance(look.noise, CoupledNoise):
+        return best.clone()
+    law = token_probs(logits * heat, look.sampling)
+    return look.noise.choose(law, look.canvas.start, look.canvas.step).cpu()
 
 
 def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:

@@ -11,8 +11,9 @@ from volley.engine.states import num_rings, ring_pages
 from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.rehearsal import made_up, spread
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.target import Target
 
 log = logging.getLogger(__name__)
 PAGE_SIZE = 16
@@ -110,7 +111,7 @@ def _page_size(family: BlockDiffusion | None) -> int:
     """Pages are shared only if they end where blocks that attend both ways do."""
     if family is None or family.has_causal_context:
         return PAGE_SIZE
-    length = family.defaults.canvas_length or 1
+    length = family.settings.canvas_length or 1
     return -(-PAGE_SIZE // length) * length
 
 

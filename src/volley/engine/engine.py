@@ -184,7 +184,8 @@ class Engine:
             drafter = REFERENCE / "drafter" if target is None else None
         if drafter is None and options.get("proposer") is None:  # said before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
-        target = load_target(target or REFERENCE / "target", dtype, device, weights, tensor_parallel=tensor_parallel)
+        wanted = {"tensor_parallel": tensor_parallel, "drafted": drafter is not None}
+        target = load_target(target or REFERENCE / "target", dtype, device, weights, **wanted)
         engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         report_memory(engine)
@@ -348,14 +349,15 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in a pass of their own."""
-        table, size = BlockTable(self.pool.page_size), len(token_ids)
+        asked = self.procedures.ask_next(token_ids)
+        table, size = BlockTable(self.pool.page_size), len(asked)
         self.ahead.forget()  # its pages may be free now, and taken here
         self.pool.check_fits(size)
         if not self.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
         try:
-            batch, rows = RaggedBatch.on_device([Segment(table, 0, size)], token_ids, [size - 1], self.target.device)
-            return self.target.forward(batch, self.runner.store, rows)[0].float()
+            batch, rows = RaggedBatch.on_device([Segment(table, 0, size)], asked, [size - 1], self.target.device)
+            return self.procedures.plain.choosable(self.target.forward(batch, self.runner.store, rows).float())[0]
         finally:
             self.pool.release(table)
 

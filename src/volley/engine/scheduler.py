@@ -70,12 +70,15 @@ class Scheduler:
         may_sit_out = self._are_prompts_due(self._clock()) and not is_under_way
         drafting = [work for work in decided if may_sit_out and _drafts(work)]
         others = [work for work in decided if not (may_sit_out and _drafts(work))]
-        for work in self._in_turn([*others, *commits]):
+        in_turn, away = self._in_turn([*others, *commits])
+        for work in in_turn:
             self._schedule(work, works)
         self._share_out(works)
         committing = {work.request for work in commits}
         unread = [request for request in unread if request not in committing]
         reads = not is_under_way and self._read_prompts(pacing, works, unread, under_way)
+        if not works:  # the canvas whose turn it was found no pages; one that was to wait has some
+            any(self._schedule(work, works) for work in away)
         self._drafts_sat_out = reads and bool(drafting)
         if drafting and not self._drafts_sat_out:
             for work in drafting:
@@ -132,8 +135,8 @@ class Scheduler:
                 other = request.after = None
         return other is not None
 
-    def _in_turn(self, works: list[Work[Request]]) -> list[Work[Request]]:
-        """``works`` without canvases that have no room in this pass; those that have waited longest get it first.
+    def _in_turn(self, works: list[Work[Request]]) -> tuple[list[Work[Request]], list[Work[Request]]]:
+        """``works`` without canvases that have no room in this pass, and these. Those that have waited longest get it first.
 
         A draft that a procedure made itself is verified in any case, without the canvas behind it where that has no room.
         """
@@ -141,7 +144,7 @@ class Scheduler:
         most = room = self.capacity.max_batch_tokens
         waiting = set[Request]()
         canvases = [work for work in works if work.kind in (Kind.DENOISE, Kind.COMMIT, Kind.VERIFY)]
-        for work in sorted(canvases, key=attrgetter("request.denoised_at")):
+        for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
             has_room = work.num_tokens <= room or room == most
             if work.kind is Kind.VERIFY and not has_room:
                 work.ask, work.riding, has_room = replace(work.ask, size=work.ask.size - work.riding), 0, True
@@ -150,7 +153,8 @@ class Scheduler:
                 work.request.denoised_at = self.step
             else:
                 waiting.add(work.request)
-        return [work for work in works if work.request not in waiting]
+        in_turn = [work for work in works if work.request not in waiting]
+        return in_turn, [work for work in works if work.request in waiting]
 
     def _schedule(self, work: Work[Request], works: list[Work[Request]]) -> int:
         """Let a work take part, if need be with the pages of requests that are served after it; returns its number of tokens.

@@ -34,7 +34,7 @@ def warm_up(engine: Engine) -> tuple[int, float]:
         most = min(requests, MOST_BESIDE)
         engine.runner.passes.warm_up(most, MOST_ROWS, reach, causal=True, least=rows + 1)  # prompts
         family = engine.target.diffusion
-        if family is not None and (length := family.defaults.canvas_length) is not None:
+        if family is not None and (length := family.settings.canvas_length) is not None:
             # A pass that commits a canvas has the next one as well.
             is_told = engine.target.takes_feedback
             least = -(-length // 2)  # of three requests, a bucket for four has less room for each

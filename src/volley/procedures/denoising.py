@@ -19,7 +19,8 @@ from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
 from volley.memory.device import most_together
 from volley.memory.upload import upload_indices
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.block_diffusion import BlockDiffusion
+from volley.models.targets.target import Target
 from volley.procedures.request import Procedure, Request
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Verdict
 
@@ -238,12 +239,23 @@ class Denoising(Procedure):
         """Put out the tokens of a canvas that is done. None of its K/V stay."""
         request, canvas = work.request, work.request.canvas
         assert canvas is not None
-        if canvas.done:
-            known = request.length - canvas.start
-            work.verdict = Verdict(0, canvas.tokens[known:].tolist())
-            work.logprobs, work.top_logprobs = canvas.logprobs[known:], canvas.top_logprobs[known:]
+        known = request.length - canvas.start
+        if end := len(canvas) if canvas.done else self._settled_end(request, known):
+            work.verdict = Verdict(0, canvas.tokens[known:end].tolist())
+            work.logprobs, work.top_logprobs = canvas.logprobs[known:end], canvas.top_logprobs[known:end]
             request.stats.canvas_steps.append(canvas.step)
             request.canvas = None
+
+    def _settled_end(self, request: Request, known: int) -> int:
+        """The end of the answer within a canvas that has still masks, if nothing before it can change any more; else 0."""
+        canvas = request.canvas
+        assert canvas is not None
+        if self.family.mask_token_id is None or diffusion_of(request).strategy == "editing":
+            return 0
+        needed = canvas.tokens[known : known + request.remaining].tolist()
+        stops = (slot for slot, token in enumerate(needed, 1) if token in request.stop_token_ids)
+        end = known + next(stops, len(needed))
+        return end if bool(canvas.revealed[:end].all()) else 0
 
 
 def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:

@@ -1,10 +1,12 @@
 """Chooses the procedure that answers a request, among those that its model allows."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from volley.errors import ConfigError, UnsupportedModelError
-from volley.models.targets.diffusion import SELF_STRATEGY
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.block_diffusion import BlockDiffusion
+from volley.models.targets.diffusion import SELF_STRATEGY, check_read
+from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
@@ -17,10 +19,6 @@ from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 _MASK_DEFAULTS = DiffusionParams(threshold=0.9, edit_threshold=0.9, entropy_bound=0.35)
 """What the strategies of mask tokens read, where a family does not say: it names what its own strategy reads."""
 
-_MASKED = ("threshold", "sub_block", "edit_threshold")
-_RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
-"""Settings of models whose canvases begin with mask tokens, and of those whose begin with random tokens: the others read none."""
-
 
 class Procedures:
     """The procedures of one target: one, or one for each mode of a diffusion language model."""
@@ -29,6 +27,8 @@ class Procedures:
         """``max_batch_tokens`` a pass may have, and so a canvas; ``None``: any number."""
         self.target, self.speculative, self.max_batch_tokens = target, speculative, max_batch_tokens
         self.by_mode: dict[DiffusionMode, Procedure] = {}
+        self.plain = speculative
+        """What writes token by token, if anything does."""
         self.default_mode: DiffusionMode = "diffusion"
         """The mode of requests that name none."""
         if target.diffusion is not None:
@@ -37,19 +37,20 @@ class Procedures:
                     "recurrent layers read from left to right, and a canvas is read both ways; leave block_diffusion out of the "
                     "model's config, or use a model whose layers are all attention"
                 )
-            self._check_fits(target.diffusion.defaults.canvas_length, "raise it", None)
-            self.default_mode = target.diffusion.defaults.mode or "diffusion"
+            self._check_fits(target.diffusion.settings.canvas_length, "raise it", None)
+            self.default_mode = target.diffusion.settings.mode or "diffusion"
             self.by_mode["diffusion"] = Denoising(target, target.diffusion)
             verifier = self._verifier(target.diffusion)
             if verifier is not None:
-                self.by_mode["autoregressive"] = verifier
+                self.by_mode["autoregressive"] = self.plain = verifier
                 self.by_mode["self"] = SelfSpeculative(target, target.diffusion, verifier)
 
     def _verifier(self, family: BlockDiffusion) -> Speculative | None:
         """What writes token by token with a model of this family; ``None`` if nothing does."""
         if family.writes_causally:
             return self.speculative
-        return None if family.mask_token_id is None else InPlace(self.speculative.config, family.mask_token_id)
+        mask = family.asking_mask
+        return None if mask is None else InPlace(self.speculative.config, mask)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
@@ -62,14 +63,20 @@ class Procedures:
         if self.target.diffusion is not None and self.target.diffusion.writes_causally:
             self.default_mode = "autoregressive"
 
+    def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """A text as a causal pass reads it whose last row predicts the next token."""
+        family = self.target.diffusion
+        mask = None if family is None else family.asking_mask
+        return token_ids if mask is None else [*token_ids, mask]
+
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
         """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
         family = self.target.diffusion
         if family is None:
             if params.diffusion is not None:
                 raise ConfigError(
-                    f"{type(self.target.model).__name__} is no diffusion language model; leave SamplingParams.diffusion out, "
-                    "or load one (docs/diffusion.md)",
+                    f"{type(self.target.model).__name__} is no diffusion language model; leave SamplingParams.diffusion out "
+                    "(--diffusion and --stream-drafts on the command line), or load one (docs/diffusion.md)",
                     field="diffusion",
                 )
             return self.speculative, params
@@ -81,24 +88,10 @@ class Procedures:
                 "ask for the next one; use mode='diffusion'",
                 field="diffusion.mode",
             )
-        renoises = family.mask_token_id is None
-        begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
-        if own.strategy is not None and (own.strategy == "entropy_renoise") != renoises:
-            why = "canvases of random tokens have one rule" if renoises else begins
-            told = f"strategy {own.strategy!r} is not for this model: {why}; leave it out, or give another"
-            raise ConfigError(told, field="diffusion.strategy")
-        unread, read = (_MASKED, _RENOISED) if renoises else (_RENOISED, _MASKED)
-        for name in unread:
-            if getattr(own, name) is not None:
-                told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
-                raise ConfigError(told, field=f"diffusion.{name}")
-        defaults = family.defaults if renoises else family.defaults.over(_MASK_DEFAULTS)
-        if mode == "self" and defaults.mode != "self":  # they are for texts, not for drafts
-            strategy = defaults.strategy if renoises else SELF_STRATEGY
-            defaults = replace(defaults, strategy=strategy, max_steps=None, sub_block=None)
+        check_read(own, family)
         if mode != "autoregressive":
             self._check_fits(own.canvas_length, "use a smaller canvas_length", "diffusion.canvas_length")
-        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(defaults))
+        return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(_usual(family, mode)))
 
     def _check_fits(self, length: int | None, remedy: str, field: str | None) -> None:
         most = self.max_batch_tokens
@@ -111,3 +104,17 @@ class Procedures:
         drafting = self.by_mode.get("self")
         if isinstance(drafting, SelfSpeculative):
             drafting.steps = DraftSteps(costs, plain=1 + drafting.verifier.num_beside(0))
+
+
+def _usual(family: BlockDiffusion, mode: DiffusionMode) -> DiffusionParams:
+    """What requests of a mode get that say nothing. Texts and drafts have rules and numbers of passes of their own."""
+    said, defaults = family.own, family.defaults
+    if family.mask_token_id is not None:
+        defaults = defaults.over(_MASK_DEFAULTS)
+    if mode == "self":
+        strategy = defaults.strategy if family.mask_token_id is None else SELF_STRATEGY
+        defaults = replace(defaults, strategy=strategy, max_steps=None, sub_block=None)
+    told_of = family.settings.mode or "diffusion"
+    if mode != told_of and "self" in (mode, told_of):
+        said = replace(said, strategy=None, max_steps=None, sub_block=None)
+    return said.over(defaults)

@@ -15,7 +15,8 @@ from torch import Tensor
 from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
 from volley.decode.work import Ask, Kind, Rule, Shape, Work
 from volley.memory.batch import Segment
-from volley.models.targets.target import BlockDiffusion, Target
+from volley.models.targets.block_diffusion import BlockDiffusion
+from volley.models.targets.target import Target
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising, Works, canvas_length, diffusion_of
 from volley.procedures.request import Request

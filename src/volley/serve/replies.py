@@ -48,6 +48,7 @@ class Usage:
     drafted: int = 0
     cycles: int = 0
     cycle_tokens: int = 0
+    answered: int = 0
     denoising_steps: int = 0
     passes: int = 0
 
@@ -61,6 +62,7 @@ class Usage:
         self.drafted += sum(stats.block_sizes) - len(stats.block_sizes)
         self.cycles += len(stats.accepted_lengths)
         self.cycle_tokens += sum(stats.accepted_lengths)
+        self.answered += stats.output_tokens
         self.denoising_steps += stats.denoising_steps
         self.passes += stats.denoising_steps + stats.commit_passes
 
@@ -70,8 +72,8 @@ class Usage:
         if self.denoising_steps:
             details = {
                 "denoising_steps": self.denoising_steps,
-                "tokens_per_pass": round(self.completion / self.passes, 4),
-                "tokens_per_forward": round(self.completion / self.denoising_steps, 4),
+                "tokens_per_pass": round(self.answered / self.passes, 4),
+                "tokens_per_forward": round(self.answered / self.denoising_steps, 4),
             }
         return {
             "prompt_tokens": self.prompt,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, LogitsProcessor, Logit
 from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import CANVAS, VOCAB, TorchNoise, by_transformers, by_volley, random_model, same, settings
 from tests.tiny import random_drafter
-from volley import Engine, SamplingParams
+from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import logprobs_of
 from volley.errors import InputError, MismatchError
 from volley.memory.batch import RaggedBatch, Segment
@@ -27,7 +28,8 @@ from volley.procedures import denoising
 
 @pytest.fixture(scope="module")
 def hf() -> DiffusionGemmaForBlockDiffusion:
-    return random_model()
+    """Norms undo a scale: only from the third layer on do K/V depend on the scalars of what is read."""
+    return random_model(num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +92,14 @@ class SkipsTheFirstNorm(nn.Module):
         return mixed
 
 
-def swap_scalars(model: DiffusionGemmaForBlockDiffusion) -> None:
+def read_with_the_decoders(model: DiffusionGemmaForBlockDiffusion) -> None:
     for reads, denoises in zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True):
-        reads.layer_scalar, denoises.layer_scalar = denoises.layer_scalar.clone(), reads.layer_scalar.clone()
+        reads.layer_scalar = denoises.layer_scalar.clone()
+
+
+def denoise_with_the_encoders(model: DiffusionGemmaForBlockDiffusion) -> None:
+    for reads, denoises in zip(model.model.encoder.language_model.layers, model.model.decoder.layers, strict=True):
+        denoises.layer_scalar = reads.layer_scalar.clone()
 
 
 def widen_window(model: DiffusionGemmaForBlockDiffusion) -> None:
@@ -107,7 +114,10 @@ def forget_feedback(model: DiffusionGemmaForBlockDiffusion) -> None:
     model.model.decoder.embed_tokens.embed_scale.zero_()
 
 
-@pytest.mark.parametrize("fault", [swap_scalars, widen_window, skip_first_norm, forget_feedback])
+FAULTS = [read_with_the_decoders, denoise_with_the_encoders, widen_window, skip_first_norm, forget_feedback]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(
     hf: DiffusionGemmaForBlockDiffusion, fault: Callable[[DiffusionGemmaForBlockDiffusion], None]
 ) -> None:
@@ -119,6 +129,22 @@ def test_a_planted_fault_is_seen(
     theirs = by_transformers(hf, prompt, 2, 0, **options)
     mine, _ = by_volley(Engine(DiffusionGemma(model)), prompt, replace(params, max_tokens=2 * CANVAS), 0)
     assert not same(mine, theirs)
+
+
+def test_engines_in_several_threads_may_share_a_target(target: DiffusionGemma) -> None:
+    """Layers hold the scalars of one pass."""
+    params, _ = settings()
+    params = replace(params, max_tokens=CANVAS, seed=1)
+    prompts = [[prompt_of(size, seed) for seed in range(4)] for size in (5, 20)]
+    alone = [[result.token_ids for result in Engine(target).generate(some, params)] for some in prompts]
+
+    def answers(some: list[list[int]]) -> list[list[list[int]]]:
+        engine = Engine(target, prefix_caching=False)
+        return [[result.token_ids for result in engine.generate(some, params)] for _ in range(4)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(answers, prompts))
+    assert found == [[own] * 4 for own in alone]
 
 
 def test_one_pass_gives_the_logits_of_encoder_and_decoder(
@@ -286,7 +312,8 @@ def test_a_folder_is_recognised(hf: DiffusionGemmaForBlockDiffusion, tmp_path: P
     byte_tokenizer().save_pretrained(tmp_path)
     engine = Engine.from_pretrained(tmp_path, dtype=torch.float32)
     assert isinstance(engine.target, DiffusionGemma)
-    params = SamplingParams(max_tokens=5, seed=1, temperature=1.0)
+    own = DiffusionParams(max_steps=6)  # in more passes the last bits of fp32 would decide
+    params = SamplingParams(max_tokens=5, seed=1, temperature=1.0, ignore_eos=True, diffusion=own)
     (result,) = engine.generate([[1, 2, 3]], params)
     (again,) = Engine(DiffusionGemma(copy.deepcopy(hf))).generate([[1, 2, 3]], params)
     assert result.token_ids == again.token_ids

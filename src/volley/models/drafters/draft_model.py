@@ -221,7 +221,8 @@ def check_pair(drafter: Drafter, target: Target) -> None:
         )
     if target.diffusion is not None and not target.diffusion.writes_causally:
         raise MismatchError(
-            "this target denoises canvases and writes no token after the other, so a drafter has nothing to draft; leave it out"
+            "a row of this target's logits predicts its own token, not the next one, so it verifies no drafter's tokens; leave "
+            "the drafter out, and use DiffusionParams(mode='self') for drafts of its own"
         )
     drafter.config.check_target(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_layers

@@ -12,10 +12,11 @@ from volley.files import find_target
 from volley.memory.device import usable_device
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
-from volley.models.targets.canvases import DENOISED, read_kind
+from volley.models.targets.block_diffusion import BlockDiffusion
+from volley.models.targets.canvases import DENOISED, check_causal, read_kind
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
-from volley.models.targets.target import TARGET_FILES, BlockDiffusion, Target, load_tokenizer
+from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
 
@@ -52,6 +53,9 @@ SELF_STRATEGY: Strategy = "low_confidence_static"
 
 _NATIVE = {"sdar": SDAR, "sdar_moe": SDAR, "fast_dllm_qwen": FAST_DLLM}
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
+_MASKED = ("threshold", "sub_block", "edit_threshold")
+_RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
+"""Settings of models whose canvases begin with mask tokens, and of those whose begin with random tokens: the others read none."""
 
 
 def load_target(
@@ -61,12 +65,14 @@ def load_target(
     weights: TargetWeights = "auto",
     *,
     tensor_parallel: bool = False,
+    drafted: bool = False,
 ) -> Target:
     """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
 
     A loaded target is returned as it is; ConfigError if ``weights`` or ``tensor_parallel`` say how it is to be loaded.
     A causal LM whose config has ``block_diffusion`` is both kinds. ``reference-diffusion`` is the bundled one.
     ``tensor_parallel`` divides a causal LM over the processes of torchrun (:mod:`volley.models.targets.sharded`).
+    With ``drafted`` one that no drafter serves is refused before its weights are read.
     """
     if isinstance(path, Target):
         if weights != "auto" or tensor_parallel:
@@ -81,20 +87,19 @@ def load_target(
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
     path = find_target(path)
     values, kind = read_kind(path)
+    if drafted:
+        check_causal(path, kind)
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and kind in DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
     if kind in DENOISED:
         check_files(path)
         with reading(path, "the diffusion model", remedy), bar_of_a_long_load():
-            if kind in _NATIVE:
-                return _load_native(path, values, _NATIVE[kind], dtype, device)
-            from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
-
-            return DiffusionGemma.from_folder(path, dtype, device)
-    target = Target.from_pretrained(path, dtype, device, weights)
+            target = _load_denoised(path, values, kind, dtype, device)
+    else:
+        target = Target.from_pretrained(path, dtype, device, weights)
     if (own := values.get("block_diffusion")) is not None:
-        target.diffusion = _joint(path, own, target.vocab_size)
+        target.diffusion = _as_told(path, own, target)
     return target
 
 
@@ -107,31 +112,52 @@ def _check_divisible(path: str | Path) -> None:
         )
 
 
-def _joint(path: str | Path, own: Any, vocab_size: int) -> BlockDiffusion:
-    remedy = f'{path}: "block_diffusion" in config.json must be an object with the mask_token_id, a token of the model'
-    if not isinstance(own, dict) or own.get("mask_token_id") not in range(vocab_size):
+def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
+    """The family with what ``block_diffusion`` of a config says: the mask of a model of both kinds, and defaults of requests."""
+    family, needs = target.diffusion or JOINT, "an object of defaults of requests"
+    mask = family.mask_token_id
+    if target.diffusion is None:
+        needs = "an object with the mask_token_id, a token of the model, and defaults of requests"
+        mask = own.get("mask_token_id") if isinstance(own, dict) else None
+    said = {name: value for name, value in own.items() if name != "mask_token_id"} if isinstance(own, dict) else None
+    remedy = f'{path}: "block_diffusion" in config.json must be {needs}'
+    if said is None or (target.diffusion is None and mask not in range(target.vocab_size)):
         raise CheckpointError(f"{remedy}; it is {own!r}")
-    defaults = {name: value for name, value in own.items() if name != "mask_token_id"}
     try:
-        settings = DiffusionParams.from_mapping(defaults)
+        settings = DiffusionParams.from_mapping(said)
+        check_read(settings, family)
     except ConfigError as error:
-        raise CheckpointError(f"{remedy}, and defaults of requests: {error}") from None
-    usual = replace(JOINT.defaults, strategy=SELF_STRATEGY) if settings.mode == "self" else JOINT.defaults
-    return replace(JOINT, mask_token_id=own["mask_token_id"], defaults=settings.over(usual))
+        raise CheckpointError(f"{remedy}: {error}") from None
+    return replace(family, mask_token_id=mask, own=settings)
 
 
-def _load_native(
-    path: str | Path,
-    values: dict[str, Any],
-    family: BlockDiffusion,
-    dtype: torch.dtype,
-    device: str | torch.device,
+def check_read(settings: DiffusionParams, family: BlockDiffusion) -> None:
+    """Refuse settings that are for the other kind of models: ConfigError."""
+    renoises = family.mask_token_id is None
+    begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
+    if settings.strategy is not None and (settings.strategy == "entropy_renoise") != renoises:
+        why = "canvases of random tokens have one rule" if renoises else begins
+        told = f"strategy {settings.strategy!r} is not for this model: {why}; leave it out, or give another"
+        raise ConfigError(told, field="diffusion.strategy")
+    unread, read = (_MASKED, _RENOISED) if renoises else (_RENOISED, _MASKED)
+    for name in unread:
+        if getattr(settings, name) is not None:
+            told = f"{name} is not for this model: {begins}; leave it out, or set one of {', '.join(read)}"
+            raise ConfigError(told, field=f"diffusion.{name}")
+
+
+def _load_denoised(
+    path: str | Path, values: dict[str, Any], kind: str, dtype: torch.dtype, device: str | torch.device
 ) -> Target:
+    if kind not in _NATIVE:
+        from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+
+        return DiffusionGemma.from_folder(path, dtype, device)
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, load_config(path), dtype, **straight_to(where)).to(where).eval()
     accelerate(model, release=True)
     tokenizer = load_tokenizer(path)
-    return Target(model, tokenizer, _as_saved(family, values, tokenizer))
+    return Target(model, tokenizer, _as_saved(_NATIVE[kind], values, tokenizer))
 
 
 def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:

@@ -7,6 +7,7 @@ has the scalar of its mode. Rows that come with feedback are the decoder's.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import numpy as np
@@ -25,9 +26,10 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.layers.short import shorten
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.loading import straight_to
 from volley.models.targets.taps import Taps
-from volley.models.targets.target import AttentionCall, BlockDiffusion, Target, load_tokenizer
+from volley.models.targets.target import AttentionCall, Target, load_tokenizer
 from volley.models.targets.traits import turns_by_length
 from volley.types import DiffusionParams
 
@@ -84,6 +86,8 @@ class DiffusionGemma(Target):
         pairs = list(zip(self._encoder.layers, self._decoder.layers, strict=True))
         self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
         text = model.config.get_text_config()
+        self._one_pass = Lock()
+        """Layers hold the scalars of one pass, and engines that share a target may run in several threads."""
         self._kinds: list[str] = text.layer_types[: len(pairs)]
         are_kept = next(model.parameters()).device.type == "cpu" and not turns_by_length(model.config)
         self._turns = _Turns(self._encoder.rotary_emb, self._kinds, are_kept=are_kept)
@@ -97,7 +101,8 @@ class DiffusionGemma(Target):
             raise InputError("the prompt has images, which volley cannot give to DiffusionGemma; leave them out")
 
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-        self._encode(self.embed(token_ids), positions, None, call)
+        with self._one_pass:
+            self._encode(self.embed(token_ids), positions, None, call)
 
     def forward(
         self,
@@ -117,11 +122,12 @@ class DiffusionGemma(Target):
             self._condition(hidden, batch) if batch.told is None else self._condition_some(hidden, *batch.told)
         )
         end = max(segment.end for segment in batch.segments)
-        self._set_scalars(denoised)
-        try:
-            found = self._encode(hidden[None], batch.positions[None], end, attend)
-        finally:
-            self._set_scalars(False)
+        with self._one_pass:
+            self._set_scalars(denoised)
+            try:
+                found = self._encode(hidden[None], batch.positions[None], end, attend)
+            finally:
+                self._set_scalars(False)
         return self.head(found[0, rows])
 
     def _condition(self, hidden: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor | bool]:

@@ -7,7 +7,6 @@ arguments, so nothing is global and one process can hold many targets.
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -38,6 +37,7 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedDecoder, is_gated_layer
 from volley.models.layers.products import is_linear
 from volley.models.layers.residency import giving_back
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.folders import check_files
 from volley.models.targets.latent import LatentAttention, attach_latents
 from volley.models.targets.loading import auto_tokenizer, choose_weights, load_config, load_for_codes, reading
@@ -46,25 +46,6 @@ from volley.models.targets.rehearsal import made_up
 from volley.models.targets.taps import Taps, decoder_layers
 from volley.models.targets.traits import turns_by_length
 from volley.native import Product, TargetWeights
-from volley.types import DiffusionParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockDiffusion:
-    """What a block-diffusion language model needs to be denoised; its families are in ``models/targets/diffusion.py``."""
-
-    mask_token_id: int | None
-    """The noise; ``None``: uniform random tokens."""
-    is_aligned: bool = False
-    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
-    is_shifted: bool = False
-    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
-    has_causal_context: bool = False
-    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
-    writes_causally: bool = False
-    """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
-    defaults: DiffusionParams
-
 
 TARGET_FILES = "config.json, model.safetensors and tokenizer files"
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]

@@ -33,12 +33,24 @@ function byLabel(from, to, name, label) {
   return new Map([...found].sort((a, b) => a[0] - b[0]));
 }
 
+function labelled(sample, name) { // a counter, whatever its label
+  let sum = 0;
+  for (const [key, value] of sample.values) if (key.startsWith(`${name}{`)) sum += value;
+  return sum;
+}
+
+const labelledChange = (from, to, name) => labelled(to, name) - labelled(from, name);
+
 const ratio = (from, to, above, below) => {
   const divisor = change(from, to, below);
   return divisor > 0 ? change(from, to, above) / divisor : null;
 };
 
-const tau = (from, to) => ratio(from, to, "decoding_cycle_tokens_total", "decoding_cycles_total");
+function tau(from, to) { // of requests with canvases, if there were any, all tokens per pass
+  const passes = labelledChange(from, to, "denoising_steps_total") + labelledChange(from, to, "commit_passes_total");
+  if (passes > 0) return labelledChange(from, to, "denoised_tokens_total") / passes;
+  return ratio(from, to, "decoding_cycle_tokens_total", "decoding_cycles_total");
+}
 const ZERO = { time: 0, values: new Map() };
 
 // -- tiles ------------------------------------------------------------------------------------------------------------
@@ -65,12 +77,6 @@ function showTiles() {
   show("pages", percent(total(now, "kv_pages_used") / (total(now, "kv_pages") || 1)));
   const preempted = total(now, "num_preemptions_total");
   show("preempted", `${count(total(now, "kv_pages_used"))} of ${count(total(now, "kv_pages"))}${preempted ? ` · ${count(preempted)} preempted` : ""}`);
-}
-
-function labelled(sample, name) { // a counter, whatever its label
-  let sum = 0;
-  for (const [key, value] of sample.values) if (key.startsWith(`${name}{`)) sum += value;
-  return sum;
 }
 
 function showRecalibration() {
@@ -272,9 +278,13 @@ async function ask() {
     }
     if (event.usage) {
       const { completion_tokens: tokens, completion_tokens_details: details } = event.usage;
-      const speed = 1000 * (tokens - 1) / (performance.now() - first);
-      const parts = [`τ ${details.acceptance_length.toFixed(2)}`, `${tokens} tokens`, `first after ${Math.round(first - began)} ms`];
-      if (tokens > 1) parts.splice(1, 0, `${speed.toFixed(0)} tokens/s`);
+      const now = performance.now();
+      const perPass = details.tokens_per_pass; // a canvas's tokens come at once, so its speed is that of the whole answer
+      const speed = 1000 * (perPass ? tokens / (now - began) : (tokens - 1) / (now - first));
+      const parts = [perPass ? `${perPass.toFixed(2)} tokens per pass` : `τ ${details.acceptance_length.toFixed(2)}`];
+      if (tokens > 1 && first !== null) parts.push(`${speed.toFixed(0)} tokens/s`);
+      parts.push(`${tokens} tokens`);
+      if (first !== null) parts.push(`first after ${Math.round(first - began)} ms`);
       show("result", parts.join(" · "));
     }
   }

@@ -1,0 +1,35 @@
+"""What the engine has to know of a block-diffusion language model; its families are in ``models/targets/diffusion.py``."""
+
+from dataclasses import dataclass, field
+
+from volley.types import DiffusionParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiffusion:
+    """A family, or one model of it."""
+
+    mask_token_id: int | None
+    """The noise; ``None``: uniform random tokens."""
+    is_aligned: bool = False
+    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
+    is_shifted: bool = False
+    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
+    has_causal_context: bool = False
+    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    writes_causally: bool = False
+    """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
+    defaults: DiffusionParams
+    """Of the family."""
+    own: DiffusionParams = field(default_factory=DiffusionParams)
+    """What the checkpoint's config says instead."""
+
+    @property
+    def settings(self) -> DiffusionParams:
+        """What a request gets that says nothing."""
+        return self.own.over(self.defaults)
+
+    @property
+    def asking_mask(self) -> int | None:
+        """The mask that stands behind a text to ask for its next token; ``None`` where the last row predicts it."""
+        return None if self.writes_causally else self.mask_token_id
