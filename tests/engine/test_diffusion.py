@@ -22,6 +22,7 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine.recovery import recover
 from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
+from volley.models.drafters.backlog import Backlog
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
@@ -76,6 +77,32 @@ def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
     expected = [alone(target, prompt, own) for prompt, own in zip(PROMPTS, each, strict=True)]
     assert finish(engine, requests) == expected
     assert all(sum(request.stats.block_sizes) > len(request.stats.block_sizes) for request in requests[1::2])
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(("family", "is_followed"), [(BOTH_WAYS, False), (JOINT, True)])
+def test_a_drafter_keeps_up_with_canvases_whose_pages_it_may_meet_again(
+    family: BlockDiffusion, is_followed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K/V made both ways are found by no request that a drafter serves."""
+    kept, keep = list[int](), Backlog.add
+
+    def note(self: Backlog, features: Tensor, runs: list[Any], counts: list[int]) -> None:
+        kept.append(sum(counts))
+        keep(self, features, runs, counts)
+
+    monkeypatch.setattr(Backlog, "add", note)
+    pair = tiny.make_pair()
+    target = Target(pair.hf, None, replace(family, mask_token_id=MASK))
+    engine = Engine(target, pair.drafter, policy="fixed", draft_window=window, **BLOCKS)
+    assert len(next(engine.generate([PROMPTS[2]], params())).token_ids) == 21
+    assert (sum(kept) > 0) == is_followed
+    plain = params(diffusion=DiffusionParams(mode="autoregressive"))
+    expected = alone(target, PROMPTS[2], plain)
+    before = sum(kept)
+    assert next(engine.generate([PROMPTS[2]], plain)).token_ids == expected
+    assert sum(kept) > before
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("passes", [2, 7])

@@ -390,6 +390,7 @@ class Engine:
         """Give a request, of which nothing is computed yet, the adapter that it names, and the root of its page hashes."""
         request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
         in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no K/V of the drafter
+        request.rests = not request.procedure.is_followed(request.params)
         root = request.procedure.prefix_root(request.params, self.capacity.page_size)
         request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
 

@@ -46,7 +46,8 @@ class Pacing:
             every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
-                work.request.rests = not (is_kept or work.ask.positions)
+                is_followed = work.request.procedure.is_followed(work.request.params)
+                work.request.rests = not (is_followed and (is_kept or work.ask.positions))
 
     def gives_way(self, step: Step) -> bool:
         """Whether the step is dropped because a prompt came before its target pass. Drafts are made anew once it was read.

@@ -97,11 +97,15 @@ class Denoising(Procedure):
         first = 0 if self.family.is_aligned else num_prompt
         return max(num_prompt, first + (context_length - first) // length * length)
 
+    def is_followed(self, params: SamplingParams) -> bool:
+        """No drafter serves a canvas, but causal K/V of its text are also those of requests that one serves."""
+        return self.family.has_causal_context or canvas_length(params) == 1
+
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
-        length = canvas_length(params)
-        if self.family.has_causal_context or length == 1:
+        if self.is_followed(params):
             return b""
+        length = canvas_length(params)
         return b"blocks of %d" % length if page_size % length == 0 else None
 
     # -- what a pass does ----------------------------------------------------------------------------------------------

@@ -53,6 +53,10 @@ class Procedure(ABC):
         """The positions that a request of ``max_length`` tokens needs."""
         return max_length
 
+    def is_followed(self, params: SamplingParams) -> bool:
+        """Whether a drafter keeps up with the text, for this request or for others that share its pages."""
+        return True
+
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """The root of the request's page hashes: pages are shared among requests with one root, and never if it is ``None``."""
         return b""
