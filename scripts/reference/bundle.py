@@ -64,8 +64,8 @@ The prompts come from the text named in the target's model card, under the licen
 """
 
 DIFFUSION_STAGE = """\
-in {minutes:.0f} minutes on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} of the model's own answers,
-and {noisy:.1f} M masked slots behind them"""
+in {minutes:.0f} minutes on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} answers of the model
+that it began with, and {noisy:.1f} M masked slots behind them"""
 
 DIFFUSION_CARD = """\
 # volley's reference diffusion model

@@ -4,11 +4,11 @@ A row of text goes through the model twice in one pass. The *clean* half is the 
 loss. Behind it stand *noisy* blocks, anywhere in the answers: each sees the clean tokens before it and itself both ways, and
 predicts its masked slots in place. So K/V of finished text stay causal, canvases begin anywhere, and causal passes can verify.
 Half of a loss is against the law that the frozen target has of that token, which varies less than the token does. That law knows
-the text before the token alone. A slot with revealed tokens behind it is to know more, so its loss is of the token.
+the text before the token alone. A slot with revealed tokens behind it should know more, so it learns the token alone.
 
 The whole state is written every few minutes (atomically). A killed run goes on where it was, and a finished one goes on if it is
 given more minutes. What is read is kept as numbers in ``OUT/text.pt``, with which another machine needs no ``--data``. Products
-are bf16 where the machine has them. On a GPU: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 7 --compile``.
+are bf16 where the machine is fast at it. On a GPU: ``--device cuda --rows 64 --learning-rate 2.5e-3 --minutes 7 --compile``.
 ``--target`` may be what an earlier training made, whose report is put before this one's.
 """
 
@@ -212,9 +212,9 @@ def choose_blocks(rows: Text, size: int, count: int, noise: torch.Generator) -> 
 
 
 def choose_masks(shape: tuple[int, ...], size: int, noise: torch.Generator) -> Tensor:
-    """``[*shape, L]``: a tenth all masked, a tenth but for the first token; of the others k slots, all alike.
+    """``[*shape, L]``: a tenth are all masked, a tenth all but the first token. The others have k masks anywhere.
 
-    k has the chance 1 / k, so that as many slots are asked with one token masked as with two, and so on: so does the bound.
+    k is drawn with weight 1 / k, so each number of masks is asked of equally many slots, as in the bound.
     """
     order = torch.rand(*shape, size, generator=noise, device=noise.device).argsort(-1).argsort(-1)
     chances = 1 / torch.arange(1, size + 1, device=noise.device)
@@ -377,7 +377,8 @@ class Trainer(Resumable):
         own = {**self.state, "responses": sum(name == "responses" for name in self.names)}
         own["machine"] = "a CPU" if self.device.type == "cpu" else f"one {torch.cuda.get_device_name()}"
         before = self.options.target.parent / "report.json"
-        stages = json.loads(before.read_text(encoding="utf-8")).get("stages", []) if before.exists() else []
+        is_other = before.exists() and before.resolve() != (self.options.out / "report.json").resolve()
+        stages = json.loads(before.read_text(encoding="utf-8")).get("stages", []) if is_other else []
         report = {"stages": [*stages, own]}
         saved = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # not what was compiled
         fast = products_on(torch.device("cpu"))
@@ -427,7 +428,8 @@ def held_out(
             surest = blocks_nats(model, rows, Blocks(starts, size), mask, products=products)
             sums[f"surest first {size}"] = float(surest.mean()) / size
         model.set_attn_implementation("sdpa")
-        clean = model.model(input_ids=rows.tokens[:, :-1], use_cache=False).last_hidden_state
+        with torch.autocast("cpu", torch.bfloat16, enabled=products is torch.bfloat16):
+            clean = model.model(input_ids=rows.tokens[:, :-1], use_cache=False).last_hidden_state
         sums["causal"] = float(nats(model, clean, rows.tokens[:, 1:])[0].mean())
     return {domain: {name: round(value, 4) for name, value in sums.items()} for domain, sums in found.items()}
 
@@ -511,7 +513,7 @@ if __name__ == "__main__":
         action="store_true",
         help="only measure --target on held-out text, a model of both kinds: some minutes",
     )
-    parser.add_argument("--orders", type=int, default=16, help=f"of blocks of {OWN_LENGTH}, that --score looks at")
+    parser.add_argument("--orders", type=int, default=16, help="of blocks, that --score looks at")
     options = parser.parse_args()
     if options.score:
         score(options.target, options.data, options.orders)

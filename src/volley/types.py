@@ -346,7 +346,7 @@ class GenerationStats:
     commit_passes: int = 0
     """Passes of a diffusion request behind its prompt that denoised nothing: they committed a block, or verified a draft."""
     canvas_steps: list[int] = field(default_factory=list)
-    """Passes over each canvas that was denoised to its end."""
+    """Passes over each canvas whose tokens came out."""
     first_tokens: int = 1
     """Output tokens that came together after ``time_to_first_token``: more than one from a canvas."""
     last_tokens: int = 0
@@ -360,7 +360,7 @@ class GenerationStats:
 
     @property
     def canvases(self) -> int:
-        """Canvases that were denoised to their end."""
+        """Canvases whose tokens came out, without drafts of mode ``self``."""
         return len(self.canvas_steps)
 
     @property

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
-from volley.native import Product, Weights
+from volley.native import Product, Weights, sampling
 from volley.native.codes import BLOCK, FINE, GROUP, Codes, quantise_int4, quantise_int8
 
 pytestmark = needs_kernels
@@ -423,3 +423,31 @@ def test_weights_of_zero(kind: Weights) -> None:
     product = Product(torch.zeros(3, 64).bfloat16(), torch.ones(3), kind)
     assert not product.weight().any()
     assert torch.equal(product(randn(2, 64)), torch.ones(2, 3).bfloat16())
+
+
+# -- rooms --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("usual", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_torchs_default_type_changes_nothing(kind: Weights, usual: torch.dtype) -> None:
+    """transformers sets it while it loads a model, for all threads."""
+    torch.manual_seed(0)
+    weight, x = randn(64, 2 * GROUP), randn(5, 2 * GROUP)
+    product = Product(weight, None, kind)
+    expected, noise = product(x), sampling.exponentials(1, 0, 0, 9)
+    logits, outputs, mixed = randn(300), randn(300, 16), randn(16)
+    probs = torch.empty(300)
+    place = sampling.draw_after(logits, outputs, mixed, 0.7, 0.3, probs)
+    torch.set_default_dtype(usual)
+    try:
+        assert torch.equal(product(x), expected)
+        assert torch.equal(Product(weight, None, kind)(x), expected)
+        found = sampling.exponentials(1, 0, 0, 9)
+        again = torch.empty(300, dtype=torch.float32)
+        assert sampling.draw_after(logits, outputs, mixed, 0.7, 0.3, again) == place
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, noise)
+    assert torch.equal(again, probs)

@@ -98,13 +98,13 @@ class Sample:
     """Between the arrivals of chunks of text. One chunk may hold a whole accepted block."""
     tokens: int
     acceptance_length: float | None = None
-    """Of an answer from canvases all tokens per pass."""
+    """Of an answer from canvases, and of drafts from them, its tokens per pass."""
     has_canvases: bool = False
     error: str | None = None
 
     @property
     def seconds_per_token(self) -> float:
-        """Of those behind the first; of an answer from canvases, whose tokens come many at once, of all."""
+        """Without the first token and its time. Tokens of a canvas come at once: there, all time over all tokens."""
         return self.total / self.tokens if self.has_canvases else (self.total - self.first) / (self.tokens - 1)
 
 
@@ -303,7 +303,7 @@ async def _ask(config: LoadConfig, client: httpx.AsyncClient, body: dict[str, An
         gaps=[later - earlier for earlier, later in itertools.pairwise(arrivals)],
         tokens=int(usage.get("completion_tokens", len(arrivals))),
         acceptance_length=details.get("tokens_per_pass", details.get("acceptance_length")),
-        has_canvases="tokens_per_pass" in details,
+        has_canvases=details.get("canvases", 0) > 0,
         error=error,
     )
 

@@ -1,7 +1,8 @@
 """DiffusionGemma's rule: a canvas begins with random tokens, and all of them are decided anew in every pass.
 
 A pass accepts the candidates of least entropy and replaces all others by new random tokens. The result are the best tokens of the
-last pass. After transformers' ``generation_diffusion_gemma.py``, number for number; arXiv 2505.24857 has the idea.
+last pass; of drafts, what their verifier would draw in it. After transformers' ``generation_diffusion_gemma.py``, number for
+number; arXiv 2505.24857 has the idea.
 """
 
 from collections.abc import Sequence
@@ -64,24 +65,24 @@ class Renoise(Denoiser):
         renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
         sure = _are_sure(entropy, looks)
         confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
-        rows = zip(looks, sure, heat, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
-        for look, is_sure, own_heat, own_best, own_new, own_confidence, own_logits in rows:
+        rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
+        for look, is_sure, own_best, own_new, own_confidence, own_logits in rows:
             canvas, params = look.canvas, look.params
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
-            canvas.tokens = _result(look, own_best, own_logits, own_heat) if canvas.done else own_new
+            canvas.tokens = _result(look, own_best) if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
             canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
 
 
-def _result(look: Look, best: Tensor, logits: Tensor, heat: Tensor) -> Tensor:
-    """The best tokens ``[L]``; of a draft what its verifier would draw of the last ``logits [L, V]``, divided by ``heat``."""
+def _result(look: Look, best: Tensor) -> Tensor:
+    """The best tokens ``[L]``; of a sampled draft those that its verifier would draw in the last pass."""
     if look.sampling.temperature == 0 or not isinstance(look.noise, CoupledNoise):
         return best.clone()
-    law = token_probs(logits * heat, look.sampling)
+    law = torch.cat([token_probs(rows, look.sampling) for rows in _parts(look.logits)])
     return look.noise.choose(law, look.canvas.start, look.canvas.step).cpu()
 
 

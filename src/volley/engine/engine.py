@@ -184,8 +184,8 @@ class Engine:
             drafter = REFERENCE / "drafter" if target is None else None
         if drafter is None and options.get("proposer") is None:  # said before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
-        wanted = {"tensor_parallel": tensor_parallel, "drafted": drafter is not None}
-        target = load_target(target or REFERENCE / "target", dtype, device, weights, **wanted)
+        target, drafted = target or REFERENCE / "target", drafter is not None
+        target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
         engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         report_memory(engine)
@@ -349,7 +349,7 @@ class Engine:
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in a pass of their own."""
-        asked = self.procedures.ask_next(token_ids)
+        asked = self.procedures.plain.ask_next(token_ids)
         table, size = BlockTable(self.pool.page_size), len(asked)
         self.ahead.forget()  # its pages may be free now, and taken here
         self.pool.check_fits(size)
@@ -387,7 +387,7 @@ class Engine:
             raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
 
     def adapt(self, request: Request) -> None:
-        """Give a request, of which nothing is computed yet, the adapter that it names, and the root of its page hashes."""
+        """Give a request, of which nothing is computed yet, its adapter and the root of its hashes; say whether it rests."""
         request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
         in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no K/V of the drafter
         request.rests = not request.procedure.is_followed(request.params)

@@ -36,6 +36,6 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
         request.stats.preemptions += request in scheduler.running
         scheduler.finish(request)
         request.draft_table = request.table  # a ring was the old drafter's
-        request.rests, request.drafts_from = False, 0
+        request.drafts_from = 0
         engine.adapt(request)
         engine.scheduler.add(request)

@@ -77,8 +77,10 @@ class Scheduler:
         committing = {work.request for work in commits}
         unread = [request for request in unread if request not in committing]
         reads = not is_under_way and self._read_prompts(pacing, works, unread, under_way)
-        if not works:  # the canvas whose turn it was found no pages; one that was to wait has some
-            any(self._schedule(work, works) for work in away)
+        if not works:  # the canvas in turn found no pages: the first of the others that finds some goes
+            for work in away:
+                if self._schedule(work, works):
+                    break
         self._drafts_sat_out = reads and bool(drafting)
         if drafting and not self._drafts_sat_out:
             for work in drafting:
@@ -136,7 +138,7 @@ class Scheduler:
         return other is not None
 
     def _in_turn(self, works: list[Work[Request]]) -> tuple[list[Work[Request]], list[Work[Request]]]:
-        """``works`` without canvases that have no room in this pass, and these. Those that have waited longest get it first.
+        """The ``works`` that take part, and canvases that find no room in it. Room goes by priority, then by the longest wait.
 
         A draft that a procedure made itself is verified in any case, without the canvas behind it where that has no room.
         """

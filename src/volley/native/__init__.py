@@ -211,4 +211,8 @@ def input_room(rows: int, inputs: int, group: int | None) -> list[Tensor | None]
     values = torch.empty(rows * inputs, dtype=torch.bfloat16)
     if group is None:
         return [values, None, None]
-    return [values, torch.empty(rows * (inputs // group)), torch.empty(rows * (inputs // group), dtype=torch.int32)]
+    return [
+        values,
+        torch.empty(rows * (inputs // group), dtype=torch.float32),
+        torch.empty(rows * (inputs // group), dtype=torch.int32),
+    ]

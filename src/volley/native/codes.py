@@ -140,7 +140,8 @@ def put_rows(part: Tensor | Codes, kind: Weights, to: LaidOut) -> None:
     if rows.dtype != torch.bfloat16:
         assert kind != "bf16", f"products take bf16, not {rows.dtype}"
         rows = rows.float()
-    scales = {"bf16": None, "int8": torch.empty(outputs), "int4": torch.empty(outputs, inputs // GROUP)}[kind]
+    shape = {"bf16": None, "int8": (outputs,), "int4": (outputs, inputs // GROUP)}[kind]
+    scales = None if shape is None else torch.empty(shape, dtype=torch.float32)
     is_wide = rows.dtype == torch.float32
     functions().round_weight(
         *(KINDS.index(kind), rows.data_ptr(), is_wide, outputs, inputs, to.codes.data_ptr(), pointer(scales))

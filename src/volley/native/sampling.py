@@ -15,7 +15,7 @@ from volley.native import functions, is_built
 
 def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
     """Unit exponentials ``[size]`` (fp32): :mod:`volley.decode.noise`."""
-    out = torch.empty(size)
+    out = torch.empty(size, dtype=torch.float32)
     functions().exponentials(seed, purpose, position, out.data_ptr(), size)
     return out
 
@@ -122,6 +122,8 @@ def draw_after(
     Returns the place of the token. The reference is :func:`volley.decode.propose.walk_sampled`.
     """
     assert all(own.is_contiguous() for own in (logits, outputs, probs)), "they are read as they lie"
+    assert (logits.dtype, outputs.dtype, probs.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert len(probs) == len(logits) <= len(outputs)
     own, place = mixed.float().contiguous(), c_int64()
     functions().draw_after(
         *(logits.data_ptr(), outputs.data_ptr(), own.data_ptr(), outputs.shape[1], len(logits)),

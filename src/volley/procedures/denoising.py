@@ -97,13 +97,17 @@ class Denoising(Procedure):
         first = 0 if self.family.is_aligned else num_prompt
         return max(num_prompt, first + (context_length - first) // length * length)
 
-    def is_followed(self, params: SamplingParams) -> bool:
-        """No drafter serves a canvas, but causal K/V of its text are also those of requests that one serves."""
+    def _is_causal(self, params: SamplingParams) -> bool:
+        """Whether K/V of finished text are those of a causal pass."""
         return self.family.has_causal_context or canvas_length(params) == 1
+
+    def is_followed(self, params: SamplingParams) -> bool:
+        """No drafter serves a canvas. Causal K/V are shared with requests that one serves."""
+        return self._is_causal(params)
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
         """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
-        if self.is_followed(params):
+        if self._is_causal(params):
             return b""
         length = canvas_length(params)
         return b"blocks of %d" % length if page_size % length == 0 else None
@@ -240,7 +244,7 @@ class Denoising(Procedure):
             _note_logprobs(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
 
     def _finish(self, work: Work[Request]) -> None:
-        """Put out the tokens of a canvas that is done. None of its K/V stay."""
+        """Put out the tokens of a canvas that is done or has all of the answer. None of its K/V stay."""
         request, canvas = work.request, work.request.canvas
         assert canvas is not None
         known = request.length - canvas.start
@@ -251,7 +255,7 @@ class Denoising(Procedure):
             request.canvas = None
 
     def _settled_end(self, request: Request, known: int) -> int:
-        """The end of the answer within a canvas that has still masks, if nothing before it can change any more; else 0."""
+        """How many slots of a canvas with masks the answer ends with, if all of them are revealed, and so stay; else 0."""
         canvas = request.canvas
         assert canvas is not None
         if self.family.mask_token_id is None or diffusion_of(request).strategy == "editing":

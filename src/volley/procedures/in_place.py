@@ -6,6 +6,7 @@ which sees what is before it and itself. So a draft of k tokens takes 2 (k + 1) 
 those of the chain and are overwritten by the next pass.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -72,6 +73,9 @@ class InPlace(Speculative):
         assert segment.parents is not None, "a canvas rides behind a draft"
         parents = (*segment.parents, segment.parents[-1], *range(segment.length, segment.length + canvas - 1))
         return replace(segment, length=segment.length + canvas, parents=parents, canvas=canvas)
+
+    def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
+        return [*token_ids, self.mask_token_id]
 
     def choosable(self, logits: Tensor) -> Tensor:
         """The mask is never chosen."""

@@ -1,11 +1,10 @@
 """Chooses the procedure that answers a request, among those that its model allows."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from volley.errors import ConfigError, UnsupportedModelError
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.diffusion import SELF_STRATEGY, check_read
+from volley.models.targets.diffusion import SELF_STRATEGY, refuse_unread
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
@@ -28,7 +27,7 @@ class Procedures:
         self.target, self.speculative, self.max_batch_tokens = target, speculative, max_batch_tokens
         self.by_mode: dict[DiffusionMode, Procedure] = {}
         self.plain = speculative
-        """What writes token by token, if anything does."""
+        """What writes token by token; the engine's own if nothing does."""
         self.default_mode: DiffusionMode = "diffusion"
         """The mode of requests that name none."""
         if target.diffusion is not None:
@@ -49,8 +48,7 @@ class Procedures:
         """What writes token by token with a model of this family; ``None`` if nothing does."""
         if family.writes_causally:
             return self.speculative
-        mask = family.asking_mask
-        return None if mask is None else InPlace(self.speculative.config, mask)
+        return None if family.mask_token_id is None else InPlace(self.speculative.config, family.mask_token_id)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
         """How a request with these parameters is answered."""
@@ -62,12 +60,6 @@ class Procedures:
         """Answer requests that name no mode as drafters serve them, token by token, if the model writes so."""
         if self.target.diffusion is not None and self.target.diffusion.writes_causally:
             self.default_mode = "autoregressive"
-
-    def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """A text as a causal pass reads it whose last row predicts the next token."""
-        family = self.target.diffusion
-        mask = None if family is None else family.asking_mask
-        return token_ids if mask is None else [*token_ids, mask]
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
         """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
@@ -88,7 +80,7 @@ class Procedures:
                 "ask for the next one; use mode='diffusion'",
                 field="diffusion.mode",
             )
-        check_read(own, family)
+        refuse_unread(own, family)
         if mode != "autoregressive":
             self._check_fits(own.canvas_length, "use a smaller canvas_length", "diffusion.canvas_length")
         return self.by_mode[mode], replace(params, diffusion=replace(own, mode=mode).over(_usual(family, mode)))
@@ -107,14 +99,17 @@ class Procedures:
 
 
 def _usual(family: BlockDiffusion, mode: DiffusionMode) -> DiffusionParams:
-    """What requests of a mode get that say nothing. Texts and drafts have rules and numbers of passes of their own."""
+    """What requests of a mode get that say nothing.
+
+    A config's strategy and passes are those of drafts if its mode is self, else those of texts.
+    """
     said, defaults = family.own, family.defaults
     if family.mask_token_id is not None:
         defaults = defaults.over(_MASK_DEFAULTS)
     if mode == "self":
         strategy = defaults.strategy if family.mask_token_id is None else SELF_STRATEGY
         defaults = replace(defaults, strategy=strategy, max_steps=None, sub_block=None)
-    told_of = family.settings.mode or "diffusion"
-    if mode != told_of and "self" in (mode, told_of):
+    config_mode = family.settings.mode or "diffusion"
+    if mode != config_mode and "self" in (mode, config_mode):
         said = replace(said, strategy=None, max_steps=None, sub_block=None)
     return said.over(defaults)

@@ -115,7 +115,7 @@ class Request:
     tapped: Tensor | None = None
     """The target's features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
     rests: bool = False
-    """Whether the drafter does not keep up with the text, because nothing will be drafted."""
+    """Whether the drafter does not keep up with the text: nothing will be drafted, or nothing that shares its pages."""
     drafts_from: int = 0
     """The length at which drafts begin again after a rest."""
     adapter: Adapter | None = None

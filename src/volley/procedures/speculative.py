@@ -116,6 +116,10 @@ class Speculative(Procedure):
         reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
+    def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of a causal pass whose last row predicts what comes after ``token_ids``."""
+        return token_ids
+
     def choosable(self, logits: Tensor) -> Tensor:
         """``logits [R, V]`` as tokens are chosen by them."""
         return logits

@@ -83,7 +83,7 @@ class Metrics:
         self.denoising_steps = counter("denoising_steps", "Passes over canvases, of finished requests.", "mode")
         self.commit_passes = counter("commit_passes", "Their other passes behind the prompt.", "mode")
         self.denoised_tokens = counter("denoised_tokens", "Output tokens of the same requests.", "mode")
-        self.canvas_steps = histogram("denoising_steps_per_canvas", "Passes over a finished canvas.", _STEPS)
+        self.canvas_steps = histogram("denoising_steps_per_canvas", "Passes over a canvas put out.", _STEPS)
         self._other_tokens = 0  # of this step, which no cycle brought: first ones, and those of canvases
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
         """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""

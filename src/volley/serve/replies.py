@@ -49,7 +49,9 @@ class Usage:
     cycles: int = 0
     cycle_tokens: int = 0
     answered: int = 0
+    """Output tokens of complete choices, as all that is counted below."""
     denoising_steps: int = 0
+    canvases: int = 0
     passes: int = 0
 
     def add_piece(self, piece: Piece) -> None:
@@ -64,6 +66,7 @@ class Usage:
         self.cycle_tokens += sum(stats.accepted_lengths)
         self.answered += stats.output_tokens
         self.denoising_steps += stats.denoising_steps
+        self.canvases += stats.canvases
         self.passes += stats.denoising_steps + stats.commit_passes
 
     def to_json(self) -> Object:
@@ -72,6 +75,7 @@ class Usage:
         if self.denoising_steps:
             details = {
                 "denoising_steps": self.denoising_steps,
+                "canvases": self.canvases,
                 "tokens_per_pass": round(self.answered / self.passes, 4),
                 "tokens_per_forward": round(self.answered / self.denoising_steps, 4),
             }

@@ -300,7 +300,7 @@ class BoundHead:
         own, drafted, few = self._context(hidden), None, logits
         if self._frequent is not None:
             drafted, few = self._drafted_logits(logits)
-        tokens, before, probs = list[int](), anchor, torch.empty(few.shape)
+        tokens, before, probs = list[int](), anchor, torch.empty(few.shape, dtype=torch.float32)
         for slot, uniform in enumerate(uniforms):
             _, mixed = self._mixed(own, [slot], [before], logits.device)
             place = draw_after(few[slot], self.outputs, mixed[0], temperature, uniform, probs[slot])

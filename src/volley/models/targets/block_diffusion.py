@@ -20,16 +20,11 @@ class BlockDiffusion:
     writes_causally: bool = False
     """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
     defaults: DiffusionParams
-    """Of the family."""
+    """Of the family, with the block length that the checkpoint names."""
     own: DiffusionParams = field(default_factory=DiffusionParams)
-    """What the checkpoint's config says instead."""
+    """What ``block_diffusion`` in the config says instead."""
 
     @property
     def settings(self) -> DiffusionParams:
-        """What a request gets that says nothing."""
+        """``own`` over ``defaults``; what each mode makes of them is in ``procedures/make.py``."""
         return self.own.over(self.defaults)
-
-    @property
-    def asking_mask(self) -> int | None:
-        """The mask that stands behind a text to ask for its next token; ``None`` where the last row predicts it."""
-        return None if self.writes_causally else self.mask_token_id

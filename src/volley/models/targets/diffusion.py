@@ -114,24 +114,23 @@ def _check_divisible(path: str | Path) -> None:
 
 def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
     """The family with what ``block_diffusion`` of a config says: the mask of a model of both kinds, and defaults of requests."""
-    family, needs = target.diffusion or JOINT, "an object of defaults of requests"
-    mask = family.mask_token_id
-    if target.diffusion is None:
-        needs = "an object with the mask_token_id, a token of the model, and defaults of requests"
-        mask = own.get("mask_token_id") if isinstance(own, dict) else None
-    said = {name: value for name, value in own.items() if name != "mask_token_id"} if isinstance(own, dict) else None
-    remedy = f'{path}: "block_diffusion" in config.json must be {needs}'
-    if said is None or (target.diffusion is None and mask not in range(target.vocab_size)):
+    family, is_joint = target.diffusion or JOINT, target.diffusion is None
+    masked = "with the mask_token_id, a token of the model, and" if is_joint else "without a mask, with"
+    remedy = f'{path}: "block_diffusion" in config.json must be an object {masked} defaults of requests'
+    said = dict(own) if isinstance(own, dict) else {}
+    mask = said.pop("mask_token_id", None)
+    is_token = type(mask) is int and mask in range(target.vocab_size)
+    if not isinstance(own, dict) or (not is_token if is_joint else mask is not None):
         raise CheckpointError(f"{remedy}; it is {own!r}")
     try:
         settings = DiffusionParams.from_mapping(said)
-        check_read(settings, family)
+        refuse_unread(settings, family)
     except ConfigError as error:
         raise CheckpointError(f"{remedy}: {error}") from None
-    return replace(family, mask_token_id=mask, own=settings)
+    return replace(family, mask_token_id=mask if is_joint else family.mask_token_id, own=settings)
 
 
-def check_read(settings: DiffusionParams, family: BlockDiffusion) -> None:
+def refuse_unread(settings: DiffusionParams, family: BlockDiffusion) -> None:
     """Refuse settings that are for the other kind of models: ConfigError."""
     renoises = family.mask_token_id is None
     begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"

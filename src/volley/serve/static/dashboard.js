@@ -46,11 +46,12 @@ const ratio = (from, to, above, below) => {
   return divisor > 0 ? change(from, to, above) / divisor : null;
 };
 
-function tau(from, to) { // of requests with canvases, if there were any, all tokens per pass
+function tau(from, to) { // of a server that only denoises, tokens per pass of the requests that ended
+  if (total(to, "decoding_cycles_total") > 0) return ratio(from, to, "decoding_cycle_tokens_total", "decoding_cycles_total");
   const passes = labelledChange(from, to, "denoising_steps_total") + labelledChange(from, to, "commit_passes_total");
-  if (passes > 0) return labelledChange(from, to, "denoised_tokens_total") / passes;
-  return ratio(from, to, "decoding_cycle_tokens_total", "decoding_cycles_total");
+  return passes > 0 ? labelledChange(from, to, "denoised_tokens_total") / passes : null;
 }
+
 const ZERO = { time: 0, values: new Map() };
 
 // -- tiles ------------------------------------------------------------------------------------------------------------
@@ -279,8 +280,9 @@ async function ask() {
     if (event.usage) {
       const { completion_tokens: tokens, completion_tokens_details: details } = event.usage;
       const now = performance.now();
-      const perPass = details.tokens_per_pass; // a canvas's tokens come at once, so its speed is that of the whole answer
-      const speed = 1000 * (perPass ? tokens / (now - began) : (tokens - 1) / (now - first));
+      const perPass = details.tokens_per_pass;
+      const atOnce = details.canvases > 0; // a canvas's tokens come at once, so the speed is that of the whole answer
+      const speed = 1000 * (atOnce ? tokens / (now - began) : (tokens - 1) / (now - first));
       const parts = [perPass ? `${perPass.toFixed(2)} tokens per pass` : `τ ${details.acceptance_length.toFixed(2)}`];
       if (tokens > 1 && first !== null) parts.push(`${speed.toFixed(0)} tokens/s`);
       parts.push(`${tokens} tokens`);
