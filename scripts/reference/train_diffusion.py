@@ -371,6 +371,7 @@ class Trainer(Resumable):
 
     def finish(self) -> None:
         folder = self.options.out / "model"
+        self.keep(self.options.keep)
         self.model.config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": OWN_LENGTH}
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -385,6 +386,14 @@ class Trainer(Resumable):
         report["held_out"] = held_out(saved, self.tokenizer, self.held_out, self.mask, products=fast)
         write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
         print(json.dumps(report))
+
+
+    @torch.no_grad()
+    def keep(self, share: float) -> None:
+        """Move the weights back to where they began, by a share of the way (Wortsman et al. 2022, arXiv 2109.01903)."""
+        begun = dict(Qwen3ForCausalLM.from_pretrained(self.options.target, dtype=torch.float32).named_parameters())
+        for name, weight in self.model.named_parameters():
+            weight.lerp_(begun[name].to(self.device), share)
 
 
 @torch.no_grad()
@@ -507,6 +516,7 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=2, help=f"of {ROW} tokens in a step")
     parser.add_argument("--learning-rate", type=float, default=8e-4, help="at its peak")
     parser.add_argument("--causal-weight", type=float, default=0.5, help="of the next-token loss")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of --target in the weights that are saved")
     parser.add_argument("--compile", action="store_true", help="compile a layer: a minute, then faster steps")
     parser.add_argument(
         "--score",

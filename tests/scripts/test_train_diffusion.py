@@ -78,6 +78,7 @@ def options(data: Path, tmp_path_factory: pytest.TempPathFactory) -> argparse.Na
         out=folder,
         minutes=0.0,
         causal_weight=0.5,
+        keep=0.25,
         compile=False,
         device="cpu",
         rows=2,
