@@ -65,7 +65,7 @@ The prompts come from the text named in the target's model card, under the licen
 
 DIFFUSION_STAGE = """\
 in {minutes:.0f} minutes on {machine}: {tokens:.1f} M tokens of text, among which are {responses:,} answers of the model
-that it began with, and {noisy:.1f} M masked slots behind them"""
+that it began with, and {noisy:.1f} M masked slots behind them{kept}"""
 
 DIFFUSION_CARD = """\
 # volley's reference diffusion model
@@ -143,6 +143,7 @@ def write_diffusion(source: Path, out: Path, threshold: float | None = None) -> 
             responses=stage["responses"],
             tokens=stage["tokens"] / 1e6,
             noisy=stage["noisy"] / 1e6,
+            kept=f" ({stage['keep']:.0%} of the weights are those that it began with)" if stage.get("keep") else "",
         )
         for stage in report["stages"]
     ]

@@ -375,7 +375,8 @@ class Trainer(Resumable):
         self.model.config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": OWN_LENGTH}
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-        own = {**self.state, "responses": sum(name == "responses" for name in self.names)}
+        own = {**self.state, "keep": self.options.keep}
+        own["responses"] = sum(name == "responses" for name in self.names)
         own["machine"] = "a CPU" if self.device.type == "cpu" else f"one {torch.cuda.get_device_name()}"
         before = self.options.target.parent / "report.json"
         is_other = before.exists() and before.resolve() != (self.options.out / "report.json").resolve()
