@@ -388,7 +388,6 @@ class Trainer(Resumable):
         write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
         print(json.dumps(report))
 
-
     @torch.no_grad()
     def keep(self, share: float) -> None:
         """Move the weights back to where they began, by a share of the way (Wortsman et al. 2022, arXiv 2109.01903)."""
