@@ -28,9 +28,8 @@ from torch.nn import functional as F
 from train_target import Resumable, encode
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from volley import native
 from volley.files import replaced, write_atomically
-from volley.train.optimizer import Muon
+from volley.train.optimizer import Muon, product_dtype
 
 ROW = 256
 NOISY_COPIES = 4  # noisy rows per clean row
@@ -243,15 +242,15 @@ class Pass:
         return cls(blocks, torch.cat([rows.tokens, noisy], dim=1), torch.cat([clean, places], dim=1), masked)
 
 
-def products_on(device: torch.device) -> torch.dtype:
-    """What the device multiplies fastest."""
-    return torch.bfloat16 if device.type == "cuda" or native.has_dot_products else torch.float32
+def computing(products: torch.dtype, device: torch.device) -> torch.autocast:
+    """Products in bf16, or all as it is."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=products is torch.bfloat16)
 
 
 def states(model: Qwen3ForCausalLM, work: Pass, products: torch.dtype = torch.float32) -> Tensor:
     """Normed hidden states ``[B, ROW + A · L, H]``."""
     model.set_attn_implementation("blocks")
-    with torch.autocast(work.tokens.device.type, torch.bfloat16, enabled=products is torch.bfloat16):
+    with computing(products, work.tokens.device):
         output = model.model(
             input_ids=work.tokens,
             position_ids=work.positions,
@@ -268,7 +267,7 @@ class Trainer(Resumable):
         self.tokenizer = AutoTokenizer.from_pretrained(options.target)
         self.mask = self.tokenizer.convert_tokens_to_ids("<|mask|>")
         self.model = Qwen3ForCausalLM.from_pretrained(options.target, dtype=torch.float32).to(self.device)
-        self.products = products_on(self.device)
+        self.products = product_dtype(self.device)
         self.teacher = Qwen3ForCausalLM.from_pretrained(options.target, dtype=self.products).to(self.device).eval()
         if options.compile:
             for layer in self.model.model.layers:
@@ -371,7 +370,8 @@ class Trainer(Resumable):
 
     def finish(self) -> None:
         folder = self.options.out / "model"
-        self.keep(self.options.keep)
+        if self.options.keep:
+            self.go_back(self.options.keep)
         self.model.config.block_diffusion = {"mask_token_id": self.mask, "canvas_length": OWN_LENGTH}
         self.model.to(torch.bfloat16).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -383,14 +383,14 @@ class Trainer(Resumable):
         stages = json.loads(before.read_text(encoding="utf-8")).get("stages", []) if is_other else []
         report = {"stages": [*stages, own]}
         saved = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()  # not what was compiled
-        fast = products_on(torch.device("cpu"))
+        fast = product_dtype(torch.device("cpu"))
         report["held_out"] = held_out(saved, self.tokenizer, self.held_out, self.mask, products=fast)
         write_atomically(self.options.out / "report.json", json.dumps(report, indent=2) + "\n")
         print(json.dumps(report))
 
     @torch.no_grad()
-    def keep(self, share: float) -> None:
-        """Move the weights back to where they began, by a share of the way (Wortsman et al. 2022, arXiv 2109.01903)."""
+    def go_back(self, share: float) -> None:
+        """Move the weights a share of the way back to where they began (Wortsman et al. 2022, arXiv 2109.01903)."""
         begun = dict(Qwen3ForCausalLM.from_pretrained(self.options.target, dtype=torch.float32).named_parameters())
         for name, weight in self.model.named_parameters():
             weight.lerp_(begun[name].to(self.device), share)
@@ -437,7 +437,7 @@ def held_out(
             surest = blocks_nats(model, rows, Blocks(starts, size), mask, products=products)
             sums[f"surest first {size}"] = float(surest.mean()) / size
         model.set_attn_implementation("sdpa")
-        with torch.autocast("cpu", torch.bfloat16, enabled=products is torch.bfloat16):
+        with computing(products, rows.tokens.device):
             clean = model.model(input_ids=rows.tokens[:, :-1], use_cache=False).last_hidden_state
         sums["causal"] = float(nats(model, clean, rows.tokens[:, 1:])[0].mean())
     return {domain: {name: round(value, 4) for name, value in sums.items()} for domain, sums in found.items()}
@@ -497,7 +497,7 @@ def score(folder: Path, data: Path, orders: int) -> None:
         documents,
         tokenizer.convert_tokens_to_ids("<|mask|>"),
         orders=orders,
-        products=products_on(torch.device("cpu")),
+        products=product_dtype(torch.device("cpu")),
     )
     names = list(next(iter(found.values())))
     print(f"| domain | {' | '.join(names)} |\n|---|{'---|' * len(names)}")

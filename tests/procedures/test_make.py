@@ -216,10 +216,8 @@ def saved(folder: Path, **changes: Any) -> Procedures:
     ("own", "expected"),
     [
         ({"mode": "self"}, (None, "low_confidence_dynamic", 0.9)),
-        (
-            {"mode": "self", "max_steps": 2, "threshold": 0.6},
-            (None, "low_confidence_dynamic", 0.6),
-        ),  # the first of drafts
+        # two passes are said of drafts
+        ({"mode": "self", "max_steps": 2, "threshold": 0.6}, (None, "low_confidence_dynamic", 0.6)),
         ({"max_steps": 2, "strategy": "sequential"}, (2, "sequential", 0.9)),
     ],
 )

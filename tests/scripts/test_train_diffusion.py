@@ -143,16 +143,14 @@ def test_several_orders_bound_more_tightly() -> None:
     model = tiny_model()
     for weight in model.parameters():
         weight.mul_(4)  # so that orders differ
-    documents = ["gsm8k_train"], [torch.arange(4, 4 + 3 * training.ROW, dtype=torch.int32) * 7 % 8000]
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
-    documents[1][0][0] = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    found = training.held_out(model, tokenizer, documents, MASK, most=2, orders=6)["math"]
+    text = torch.arange(4, 4 + 3 * training.ROW, dtype=torch.int32) * 7 % 8000
+    text[0] = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    found = training.held_out(model, tokenizer, (["gsm8k_train"], [text]), MASK, most=2, orders=6)["math"]
     assert found["bound 8, 6 orders"] < found["bound 8"] - 1e-3
-    (row,) = torch.split(documents[1][0].long(), 3 * training.ROW)
-    logits = model(input_ids=row[: 2 * training.ROW].view(2, -1)).logits[:, :-1]
-    causal = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), row[: 2 * training.ROW].view(2, -1)[:, 1:].flatten()
-    )
+    rows = text[: 2 * training.ROW].long().view(2, -1)
+    logits = model(input_ids=rows).logits[:, :-1]
+    causal = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
     assert found["causal"] == pytest.approx(float(causal), abs=1e-3)
 
 

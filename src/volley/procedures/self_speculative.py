@@ -63,12 +63,8 @@ class SelfSpeculative(Denoising):
     def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
         return context_length
 
-    def is_followed(self, params: SamplingParams) -> bool:
+    def _is_causal(self, params: SamplingParams) -> bool:
         return True
-
-    def prefix_root(self, params: SamplingParams, page_size: int) -> bytes:
-        """Its K/V are made causally."""
-        return b""
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         work = self.verifier.read(request, num_tokens)

@@ -20,6 +20,11 @@ def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], shar
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=not sharded)
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What the device multiplies fastest: bf16 where it has products of bf16, else fp32."""
+    return torch.bfloat16 if device.type == "cuda" or native.has_dot_products else torch.float32
+
+
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, made nearly orthogonal by Newton-Schulz steps; updates have AdamW's size (RMS 0.2).
 
@@ -68,7 +73,7 @@ class Muon(torch.optim.Optimizer):
     def orthogonal(self, x: Tensor) -> Tensor:
         """Matrices like ``x`` (matrices, rows, columns) whose singular values are near 1."""
         is_tall = x.shape[1] > x.shape[2]
-        x = (x.mT if is_tall else x).to(torch.bfloat16 if x.is_cuda or native.has_dot_products else torch.float32)
+        x = (x.mT if is_tall else x).to(product_dtype(x.device))
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
         for number, (a, b, c) in enumerate(self.COEFFICIENTS):
             gram = x @ x.mT
