@@ -19,9 +19,7 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.header import MAGIC, READ_TYPES, Header, gguf_package, read_header, read_strings
 from volley.native import blocks
 
-TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-CONTROL = 3
-"""The type of tokens that end a text or a turn."""
+_TOKENS = "tokenizer.ggml.tokens"
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
@@ -87,7 +85,7 @@ class GGUFFile:
 
     @property
     def num_tokens(self) -> int:
-        return self._strings[TOKENS].number if TOKENS in self._strings else 0
+        return self._strings[_TOKENS].number if _TOKENS in self._strings else 0
 
     def strings(self, key: str) -> list[str]:
         """The strings of an array, which are read whenever they are asked for."""
@@ -97,18 +95,6 @@ class GGUFFile:
     def string_keys(self) -> list[str]:
         """The keys of :meth:`strings`."""
         return list(self._strings)
-
-    @property
-    def control_tokens(self) -> dict[int, str]:
-        """Tokens that are found in text as they are spelled and have a meaning, by their numbers."""
-        types = self.metadata.get(TOKEN_TYPES, []) if self.num_tokens else []
-        if CONTROL not in types:
-            return {}
-        return {
-            token: text
-            for token, (text, kind) in enumerate(zip(self.strings(TOKENS), types, strict=False))
-            if kind == CONTROL
-        }
 
     @property
     def has_tokenizer(self) -> bool:

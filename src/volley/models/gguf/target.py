@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, Rows
+from volley.models.gguf.tokens import Tokens
 
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -187,13 +188,6 @@ def row_order(architecture: str, name: str, config: Any) -> Rows | None:
     return order
 
 
-ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-"""Control tokens that end a turn or a text, whether or not the file says so."""
-
-
 def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
-    keys = ("eos", "eot", "eom")
-    found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-    by_text = [token for token, piece in file.control_tokens.items() if piece in ENDS]
-    return sorted({*(int(token) for token in found if token is not None), *by_text})
+    return Tokens(file).ends()
