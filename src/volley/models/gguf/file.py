@@ -73,6 +73,7 @@ class GGUFFile:
         self.metadata, self._strings, self._tensors = header
         """``metadata`` has no arrays of strings (:meth:`strings`)."""
         self._bytes = np.memmap(self.path, np.uint8, "r")
+        self._read = set[str]()
 
     @property
     def architecture(self) -> str:
@@ -102,7 +103,25 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of ``{architecture}.{key}``."""
+        self._read.add(key)
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A number that may be given for each layer, where all must have the same."""
+        value = self.require(key) if default is None else self.get(key, default)
+        values = {*value} if isinstance(value, list) else {value}
+        if len(values) != 1:
+            raise UnsupportedModelError(
+                f"{self.path}: {key} differs between layers ({value}), which is not supported. "
+                "Give the model's Hugging Face folder instead"
+            )
+        return int(values.pop())
+
+    def unread_keys(self) -> list[str]:
+        """Keys of the architecture that :meth:`get` was not asked for."""
+        start = f"{self.architecture}."
+        keys = [key.removeprefix(start) for key in self.metadata if key.startswith(start)]
+        return [key for key in keys if key not in self._read]
 
     def require(self, key: str) -> Any:
         """The value of ``{architecture}.{key}``; an error if there is none."""
