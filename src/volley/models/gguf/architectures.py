@@ -370,16 +370,19 @@ def _value_size(config: Any) -> int:
 def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
     shared = config.linear_num_value_heads // keys
-    return parts[0].unflatten(1, (shared, keys, size)).transpose(1, 2).flatten(1)
+    (weight,) = parts
+    return weight.reshape(len(weight), shared, keys, size).transpose(1, 2).reshape(weight.shape)
 
 
 def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
-    """For each key head its queries, keys, values and gates, which lie one kind after the other."""
+    """For each key head its queries, keys, values and gates, which lie one kind after the other in newer files."""
     keys, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    if len(parts) == 1:
+        return parts[0]
     qkv, gates = parts
-    kinds = [*qkv.split([keys * key, keys * key, keys * values]), gates]
-    return torch.cat([kind.unflatten(0, (keys, -1)) for kind in kinds], dim=1).flatten(0, 1)
+    kinds = [*torch.split(qkv, [keys * key, keys * key, keys * values]), gates]
+    return torch.cat([kind.reshape(keys, -1, kind.shape[1]) for kind in kinds], dim=1).flatten(0, 1)
 
 
 _DELTA_NET = {
@@ -545,6 +548,7 @@ ARCHITECTURES = {
             **_DELTA_NET,
             **_EXPERTS,
             **_SHARED_EXPERT,
+            "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",
             "attn_qkv.weight": "linear_attn.in_proj_qkvz.weight",
             "attn_gate.weight": "linear_attn.in_proj_qkvz.weight",
             "ssm_ba": "linear_attn.in_proj_ba",

@@ -28,11 +28,13 @@ from volley.models.gguf.tokens import Tokens
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_NO_WEIGHT = {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+_WITHOUT_EFFECT = {
+    *("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"),
+    "rope.scaling.original_context_length",
+}
 _UNCHANGING: dict[str, tuple[Any, ...]] = {
     **UNREAD_SCALING,
     "attention.causal": (True,),
-    "pooling_type": (0,),
     **dict.fromkeys(
         (
             *(
@@ -98,15 +100,15 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
         "head_dim": head_dim,
         "max_position_embeddings": file.require("context_length"),
         "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope(file),
+        "rope_parameters": own.get("rope_parameters") or rope(file),
         "tie_word_embeddings": "output.weight" not in file.names,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
         **own,
     }
-    _check_read(file, known)
     name, model = known.classes(file)
+    _check_read(file, known)
     config: PretrainedConfig = getattr(transformers, name)(**values)
     config.architectures = [model]
     return config
