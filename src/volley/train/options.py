@@ -1,4 +1,4 @@
-"""Every option of a drafter's training, with the paper's values as defaults (DFlash §4.2, §A.1), and of a pilot's."""
+"""Options of a drafter's training (DFlash §4.2, §A.1; smaller sizes by default) and of a pilot's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
