@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -288,6 +288,11 @@ def bench(
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
+    largest = max(config.block_sizes, default=1)
+    if largest > 1 and (
+        models.drafter or models.target is None
+    ):  # blocks above the trained one are drafted if asked for here
+        decoding = replace(decoding, block_size=largest)
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.bench.report import to_tables

@@ -132,12 +132,14 @@ class Engine:
         if drafter is not None:
             window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            drafter.rotary.cover(min(target.context_length, num_pages * size) + drafter.config.block_size)
+            block = config.largest_block(drafter.config.block_size)
+            drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
             if window is not None:
-                num_pages = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running)
+                num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
             model = make_draft_model(drafter, kv, target, window)
-            others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
+            ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
+            others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
@@ -276,6 +278,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
         params = params or SamplingParams()
+        if params.draft_temperature is None and self.config.draft_temperature is not None and params.temperature:
+            params = replace(params, draft_temperature=self.config.draft_temperature)
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)

@@ -260,10 +260,19 @@ class DraftRing(DraftContext):
     """
 
     def __init__(
-        self, model: DraftModel, window: int, page_size: int, max_running: int, most_waiting: int = 256
+        self,
+        model: DraftModel,
+        window: int,
+        page_size: int,
+        max_running: int,
+        most_waiting: int = 256,
+        *,
+        block_size: int | None = None,
     ) -> None:
+        """``block_size`` is the largest block that is drafted; by default the drafter's own."""
         super().__init__(model, most_waiting)
-        self.window, self.page_size, self.block_size = window, page_size, model.drafter.config.block_size
+        self.window, self.page_size = window, page_size
+        self.block_size = block_size or model.drafter.config.block_size
         self.num_pages = ring_pages(self.block_size, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
         self.can_rest = not model.reads_next
