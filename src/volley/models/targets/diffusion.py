@@ -14,7 +14,7 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.canvases import check_causal, read_kind
-from volley.models.targets.families import JOINT, Family, family_of
+from volley.models.targets.families import JOINT, DiffusionFamily, family_of
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
@@ -118,7 +118,7 @@ def refuse_unread(settings: DiffusionParams, family: BlockDiffusion) -> None:
 
 
 def _load_denoised(
-    path: str | Path, values: dict[str, Any], family: Family, dtype: torch.dtype, device: str | torch.device
+    path: str | Path, values: dict[str, Any], family: DiffusionFamily, dtype: torch.dtype, device: str | torch.device
 ) -> Target:
     if family.load is not None:
         return family.load(path, dtype, device)

@@ -56,7 +56,7 @@ anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class DiffusionFamily:
     """One family: its rules, and how its checkpoints are loaded."""
 
     rules: BlockDiffusion | None
@@ -76,11 +76,11 @@ def _load_diffusion_gemma(path: str | Path, dtype: "torch.dtype", device: "str |
 
 
 _IN_PLACE = "a row of its logits predicts its own token, not the next one"
-_FAMILIES: dict[str, Family] = {
-    "sdar": Family(rules=SDAR, architecture="qwen3", undrafted=_IN_PLACE),
-    "sdar_moe": Family(rules=SDAR, architecture="qwen3_moe", undrafted=_IN_PLACE),
-    "fast_dllm_qwen": Family(rules=FAST_DLLM, architecture="qwen2"),
-    "diffusion_gemma": Family(
+_FAMILIES: dict[str, DiffusionFamily] = {
+    "sdar": DiffusionFamily(rules=SDAR, architecture="qwen3", undrafted=_IN_PLACE),
+    "sdar_moe": DiffusionFamily(rules=SDAR, architecture="qwen3_moe", undrafted=_IN_PLACE),
+    "fast_dllm_qwen": DiffusionFamily(rules=FAST_DLLM, architecture="qwen2"),
+    "diffusion_gemma": DiffusionFamily(
         rules=None,
         load=_load_diffusion_gemma,
         undrafted="its layers' states, which a drafter reads, are not taken out of it",
@@ -106,13 +106,13 @@ def register_family(
     if kind in _OWN:
         raise ConfigError(f"{model_type!r} is a family of volley's own; register yours under its own model_type")
     undrafted = None if rules.writes_causally else _IN_PLACE
-    _FAMILIES[kind] = Family(rules=rules, architecture=architecture, load=load, undrafted=undrafted)
+    _FAMILIES[kind] = DiffusionFamily(rules=rules, architecture=architecture, load=load, undrafted=undrafted)
 
 
 _OWN = frozenset(_FAMILIES)
 
 
-def family_of(kind: str) -> Family | None:
+def family_of(kind: str) -> DiffusionFamily | None:
     """Return the family of a ``model_type`` in lower case, or ``None`` for that of a causal LM."""
     if kind and kind not in _FAMILIES:
         _register_installed()
