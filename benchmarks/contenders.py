@@ -1,4 +1,4 @@
-"""What takes part in ``llama_cpp.py`` in a Python process of its own: volley, transformers, vLLM, OpenVINO, and llama.cpp's passes.
+"""Contenders of ``llama_cpp.py`` and ``published.py`` in a Python process of their own, and llama.cpp's passes.
 
 :func:`main` calls the address it is given, says that it is ready, and answers orders until it is sent ``None``.
 """
