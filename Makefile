@@ -97,8 +97,7 @@ openvino: $(OPENVINO)/.installed
 # torchvision comes as a CUDA build, which a torch for CPUs cannot import.
 $(OPENVINO)/.installed:
 	$(PYTHON) -m venv $(OPENVINO)
-	$(OPENVINO)/bin/pip install --quiet --constraint constraints.txt torch
-	$(OPENVINO)/bin/pip install --quiet "optimum-intel[openvino]" openvino-genai nncf
+	$(OPENVINO)/bin/pip install --quiet $(shell grep ^torch== constraints.txt) "optimum-intel[openvino]" openvino-genai nncf
 	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
 	touch $@
 

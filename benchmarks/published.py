@@ -3,13 +3,14 @@
     make peers openvino
     python -m benchmarks.published --data-dir DATA --models DIR --json benchmarks/results/published.json
 
-``--models`` is a folder with the GGUF files of ``MODELS``, as they are downloaded. Each row is a process of its own. The rows of a
-model are alive together and take turns on each group of prompts; which of them goes first rotates. The first group is run once
+``--models`` is a folder with the GGUF files of ``MODELS``, as they are downloaded. Each row is a process of its own. The rows of
+a model are alive together and take turns on each group of prompts; which of them goes first rotates. The first group is run once
 before, uncounted. Prompts are sent as token ids.
 
-A row is written ``PROGRAM WEIGHTS[+METHOD]``. Weights are ``file`` (as downloaded), or a type that ``llama-quantize`` makes of it:
-``volley file``, ``volley q4_0+plain``, ``llama.cpp file+ngram-simple``, ``llama.cpp q4_0+dspark:4``, ``openvino int4+lookup``,
-``transformers bf16``. ``volley`` without a method is the default; ``+drafter`` adds the model's drafter, ``+plain`` drafts nothing.
+A row is written ``PROGRAM WEIGHTS[+METHOD]``. Weights are ``file`` (as downloaded), or a type that ``llama-quantize`` makes of
+it: ``volley file``, ``volley q4_0+plain``, ``llama.cpp file+ngram-simple``, ``llama.cpp q4_0+dspark:4``, ``openvino int4+lookup``,
+``transformers bf16``. ``volley`` without a method is the default; ``+drafter`` adds the model's drafter, ``+plain`` drafts
+nothing.
 """
 
 import argparse
