@@ -9,8 +9,8 @@ before, uncounted. Prompts are sent as token ids.
 
 A row is written ``PROGRAM WEIGHTS[+METHOD]``. Weights are ``file`` (as downloaded), or a type that ``llama-quantize`` makes of
 it: ``volley file``, ``volley q4_0+plain``, ``llama.cpp file+ngram-simple``, ``llama.cpp q4_0+dspark:4``,
-``openvino int4+lookup``, ``transformers bf16``. ``volley`` without a method is the default; ``+drafter`` adds the model's drafter, ``+plain`` drafts
-nothing.
+``openvino int4+lookup``, ``transformers bf16``. ``volley`` without a method is the default; ``+drafter`` adds the model's
+drafter, ``+plain`` drafts nothing.
 """
 
 import argparse
