@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import EMBEDDING, EXACT, HEAD, FileCodes, describe, plan
+from volley.models.gguf.codes import EMBEDDING, HEAD, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
 from volley.models.layers.fingerprint import stride
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
+from volley.native.formats import STORED
 
 log = logging.getLogger("volley")
 
@@ -56,7 +57,7 @@ class UnreadWeights:
         for weight, (name, *_) in self._unread.items():
             modules = [module for module, _ in self._places[weight]]
             is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
-            kind = EXACT.get(self._file.type(name)) if is_embedding else kinds.get(name)
+            kind = STORED.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
                 if kind is not None and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
