@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models.gguf.files import (
     FAMILIES,
-    K_SIZES,
+    HALVES,
     bpe_tokenizer,
     decoded,
     fill,
@@ -68,7 +68,7 @@ def test_quantised_files_are_what_the_package_decodes(
 ) -> None:
     wide = (
         {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-        if kind in K_SIZES or kind == "mixed"
+        if kind in HALVES or kind == "mixed"
         else {}
     )
     model = random_model("llama", **wide)
