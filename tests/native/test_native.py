@@ -189,7 +189,7 @@ def test_gated_gelu_in_bf16(rows: int, size: int, scale: float, seed: int) -> No
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
     found = native.gated(x, "gelu")
-    assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-6)
+    assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-5 * max(scale, 1.0))
     assert torch.equal(native.gated(x[-1:].clone(), "gelu"), found[-1:])
 
 

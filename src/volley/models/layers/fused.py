@@ -1,9 +1,11 @@
 """Decoder layers of transformers, recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
 
 A family is a description (:class:`LayerParts`, :class:`LayerShape`, :class:`Rotary`): its norms and how they round, its
-activation, scales and caps, and each layer's window and rotary embedding. A :class:`FusedLayer` replaces the ``forward`` of
-one of transformers' layers once it was seen to compute the same; hooks fire as before, and the attention function stays whatever the
-model is set to. A :class:`FusedDecoder` runs all such layers in one call where K and V lie in bf16 pages.
+activation, scales and caps, and each layer's window and rotary embedding.
+
+A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire as
+before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one call
+where K and V lie in bf16 pages.
 """
 
 import sys
