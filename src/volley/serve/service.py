@@ -23,6 +23,7 @@ from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, anchored, format_of, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
+from volley.serve.markers import special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -229,7 +230,8 @@ class Service:
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Whether the format's markers are special tokens, which are left out of text otherwise."""
-        return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
+        markers = form.markers()
+        return any(token in markers for token in special_tokens(self._engine.tokenizer))
 
     async def _bind(
         self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
