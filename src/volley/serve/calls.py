@@ -92,9 +92,8 @@ def _strict_anywhere(call: CallText, tools: Sequence[Tool], markers: Markers) ->
     if (opening := markers.first_of(call.begin)) is not None:
         others = markers.others(opening)
         rules = [
-            f"start: (opening call)* {'(TEXT? other)* ' if others else ''}TEXT?",
+            f"start: (opening call)* {markers.free(others)}",
             *markers.up_to("opening", opening, passing=others),
-            *([f"other: {markers.tokens(others)}"] if others else []),
             *TERMINALS,
         ]
     elif call.begin.startswith("{") and call.between is None:

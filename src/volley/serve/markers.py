@@ -55,9 +55,9 @@ class Markers:
         """All special tokens but ``markers``."""
         return [one for one in self._ids if one and one not in markers]
 
-    def tokens(self, markers: Sequence[str]) -> str:
-        """One of several special tokens, in Lark."""
-        return _tokens([self._ids[one] for one in markers])
+    def free(self, passing: Sequence[str]) -> str:
+        """Any text in which the special tokens ``passing`` may stand, in Lark. It needs :data:`TERMINALS`."""
+        return f"(TEXT? {_tokens([self._ids[one] for one in passing])})* TEXT?" if passing else "TEXT?"
 
     def _parts(self, text: str) -> list[str]:
         return [part for part in (self._special.split(text) if self._special else [text]) if part]
