@@ -1,10 +1,11 @@
 """Answers of every model family, taken apart whole and in pieces of any size."""
 
 import json
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.serve.notations import call_text, glm_text
@@ -246,7 +247,7 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
                 "2\n</parameter>",
                 "\n</function>\n",
             ],
-            [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], ["12"], ["}"]],
+            [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], [], ["12}"]],
         ),
         (
             "glm4_7",
@@ -258,7 +259,7 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
                 "s</arg_value>",
                 "</tool_call>",
             ],
-            [[], ["weather", '{"city": "Zü'], ["rich"], ['</args"'], ["}"]],
+            [[], ["weather", '{"city": "Zü'], ["rich"], ["</args"], ['"}']],
         ),
         (
             "gemma4",
@@ -276,15 +277,89 @@ def test_arguments_in_other_notations_arrive_as_they_are_written(
 
 
 WORDS = st.text(alphabet='ab<|">}{,:\\\n é/', max_size=12).filter(lambda text: '<|"|>' not in text)
+MARKS = [
+    *("<tool_call>", "</tool_call>", "</think>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    ),
+    *("<|call|>", "<|end|>", "<|start|>assistant", "<|python_tag|>", '"', "\\", "\n", "}", "a"),
+]
+"""Texts that mean something in some notation."""
+IN_JSON = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "mistral": "[TOOL_CALLS]weather[ARGS]%s",
+    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
+    "llama3": '{"name": "weather", "parameters": %s}',
+    "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s<|call|>",
+    "plain": '{"name": "weather", "arguments": %s}',
+}
+PROMPTS = {"gemma4": "<|turn>model\n", "glm4_5": "<|assistant|>", "glm4_7": "<|assistant|>", "llama3": LLAMA}
+PROMPTS |= {"mistral": "[INST] a [/INST]", "mistral_list": "[INST] a [/INST]", "gpt_oss": OSS, "plain": "x"}
+CLOSES = {  # what ends an argument, wherever it stands in one
+    "qwen3_5": r"(?:\A|\n)</parameter>\s*(?:<parameter=|</function>|\Z)",
+    "glm4_5": r"</arg_value>\s*(?:<arg_key>|</tool_call>|\Z)",
+    "glm4_7": r"</arg_value>\s*(?:<arg_key>|</tool_call>|\Z)",
+}
 
 
-@given(city=WORDS, days=st.integers(), where=st.dictionaries(st.sampled_from("abc"), WORDS | st.lists(st.booleans())))
-def test_any_argument_is_found_in_every_notation(city: str, days: int, where: dict[str, Any]) -> None:
+@given(
+    form=st.sampled_from([*IN_JSON, "qwen3_5", "glm4_5", "glm4_7", "gemma4"]),
+    city=st.lists(st.sampled_from(MARKS) | WORDS, max_size=8).map("".join),
+    days=st.integers(),
+    where=st.dictionaries(st.sampled_from("abc"), WORDS | st.sampled_from(MARKS) | st.lists(st.booleans())),
+    num_calls=st.integers(1, 2),
+    data=st.data(),
+)
+def test_any_argument_is_found_in_every_notation(
+    form: str, city: str, days: int, where: dict[str, Any], num_calls: int, data: st.DataObject
+) -> None:
+    """Also one that holds marks of the notation, in pieces of any size."""
+    if form in CLOSES:
+        assume(not re.search(CLOSES[form], city) and not re.search(CLOSES[form].replace("(?:\\A|\\n)", ""), str(where)))
+    elif form == "gemma4":
+        assume('<|"|>' not in city + "".join(map(str, where.values())))
     arguments = {"city": city, "days": days, "where": where}
-    prompts = {"gemma4": "<|turn>model\n", "qwen3_5": CHATML, "glm4_5": "<|assistant|>", "glm4_7": "<|assistant|>"}
-    for form, prompt in prompts.items():
-        text = call_text(form, "weather", arguments)
-        assert take_apart(form, prompt, list(text))[2] == [("weather", arguments)]
+    text = IN_JSON[form] % json.dumps(arguments) if form in IN_JSON else call_text(form, "weather", arguments)
+    if form == "llama3":
+        num_calls = 1
+    text = ("\n" if form in ("hermes", "glm4_5", "qwen3_5", "plain") else "").join([text] * num_calls)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    prompt = PROMPTS.get(form, CHATML)
+    expected = ("", "", [("weather", arguments)] * num_calls)
+    assert take_apart(form, prompt, [text]) == expected
+    assert take_apart(form, prompt, pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "tail"),
+    [
+        ("x\n</parameter>\nno tag", ""),
+        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", ""),
+        ("a</parameter>\n<parameter=days>\n3", ""),
+        ("a</parameter>\n</function>\n</tool_call> b", " So."),
+    ],
+)
+def test_a_tag_on_no_line_of_its_own_closes_nothing(value: str, tail: str) -> None:
+    text = call_text("qwen3_5", "weather", {"city": value}) + tail
+    for pieces in ([text], list(text)):
+        assert take_apart("qwen3_5", CHATML, pieces) == ("", tail.strip(), [("weather", {"city": value})])
+
+
+@pytest.mark.parametrize("end", ["</parameter>", "</parameter>\n", "</parameter>\n</function>\n</tool_call>"])
+def test_a_tag_that_a_model_forgot_to_put_on_its_line_closes_at_the_end(end: str) -> None:
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nBern</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    inline = f"<tool_call>\n<function=weather>\n<parameter=days>\n3</parameter>\n<parameter=city>\nBern{end}"
+    for pieces in ([inline], list(inline)):
+        assert take_apart("qwen3_5", CHATML, pieces)[2] == [("weather", {"days": 3, "city": "Bern"})]
+    assert take_apart("qwen3_5", CHATML, [text])[2] == [("weather", {"city": "Bern</parameter>\n<parameter=days>\n3"})]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ the call is complete; a tokenizer's own template may convert them itself, and th
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from volley.serve.call_reader import CallReader, Part, new_call_id
-from volley.serve.formats import AnswerFormat
+from volley.serve.formats import AnswerFormat, CallText
+from volley.serve.values import Strings, TaggedValues, Values
 
 Event = Mapping[str, Any]
 
@@ -30,8 +33,9 @@ class AnswerParser:
         has_begun = template.start_anchor_re.search(prompt) is not None
         if form.thinking is not None and prompt.endswith(form.thinking[0]):
             prompt += "\n"  # a pattern at the very end might go on
-        self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=list(tools) or None)
         calls = template.fields.get("tool_calls")
+        values = partial(_values_of, form.call, calls.content if calls else "")
+        self._parser = _Regions(values, template, prefix=prompt if has_begun else "", tools=list(tools) or None)
         self._reads_calls = calls is not None and calls.content == "text"
         self._call = form.call
         functions = (tool["function"] for tool in tools)
@@ -105,9 +109,7 @@ class AnswerParser:
 
     def _close_call(self, value: Any) -> Iterator[Part]:
         if self._reader is not None:
-            # What closes the region may end the arguments too.
-            if self._call is not None and self._call.parameter is not None:
-                yield from self._count(self._reader.close(self._call.parameter.after))
+            yield from self._count(self._reader.close())
             self._reader = None
         else:
             for one in value if isinstance(value, list) else [value]:
@@ -121,6 +123,43 @@ class AnswerParser:
     def _count(self, parts: Sequence[Part]) -> Sequence[Part]:
         self.num_calls += sum(part.kind == "call" for part in parts)
         return parts
+
+
+class _Regions(ResponseParser):  # type: ignore[misc]
+    """transformers' parser, in which a region of calls ends outside of the values in it."""
+
+    def __init__(self, values: Callable[[], Values | None], template: ResponseTemplate, **options: Any) -> None:
+        self._new_values = values
+        self._values: Values | None = None  # of the region of calls that is open
+        super().__init__(template, **options)
+
+    def _open_explicit(self, events: list[Event], field: Any, match: Any) -> None:
+        super()._open_explicit(events, field, match)
+        if field.name == "tool_calls" and (values := self._new_values()) is not None:
+            values.begin(self._pos)
+            self._values = values
+
+    def _reset_to_implicit(self) -> None:
+        super()._reset_to_implicit()
+        self._values = None
+
+    def _scan(self, watch: Any, eos: bool) -> tuple[Any, int]:
+        start = self._pos
+        while True:
+            best, pending = super()._scan(watch, eos)
+            if best is None or self._values is None or not self._values.hold(self._buffer, best[2].end()):
+                self._pos = start
+                return best, pending
+            self._pos = best[2].start() + 1
+
+
+def _values_of(call: CallText | None, content: str) -> Values | None:
+    """What tells where the values of a region of calls are; ``None``: it is not known."""
+    if content not in ("text", "json"):
+        return None
+    if call is not None and call.parameter is not None:
+        return TaggedValues(call.parameter)
+    return Strings(*[call.quote] * (call is not None and call.quote is not None))
 
 
 def _whole_call(index: int, name: str, arguments: str) -> list[Part]:
