@@ -1,7 +1,9 @@
 """Answers of every model family, taken apart whole and in pieces of any size."""
 
+import copy
 import json
 import re
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tests.serve.notations import call_text, glm_text
 from volley.errors import ConfigError
 from volley.serve.arguments import TaggedArguments
+from volley.serve.bare_calls import is_valid
 from volley.serve.call_reader import CallReader
 from volley.serve.formats import anchored, format_of, load_format
 from volley.serve.parsing import AnswerParser
@@ -516,3 +519,105 @@ def test_marks_of_the_prompt_are_none_of_the_answer() -> None:
 def test_unknown_formats_are_refused() -> None:
     with pytest.raises(ConfigError, match="known: gemma4, glm4_5, glm4_7, gpt_oss, hermes"):
         load_format("qwen")
+
+
+TIME = {"type": "function", "function": {"name": "time"}}
+
+
+def read_bare(
+    text: str, size: int, form: str = "hermes", prompt: str = CHATML, on: bool = True
+) -> list[tuple[str, str]]:
+    """Kinds and texts of an answer's parts, those of the same kind joined."""
+    parser = AnswerParser(load_format(form), prompt, [STRICT, TIME], with_calls=True, bare_calls=on)
+    told: list[tuple[str, str]] = []
+    for start in range(0, len(text), size):
+        told += [(part.kind, part.text) for part in parser.feed(text[start : start + size])]
+    told += [(part.kind, part.text) for part in parser.finish()]
+    assert parser.num_calls == sum(kind == "call" for kind, _ in told)
+    kinds = groupby(told, key=lambda one: one[0])
+    return [(kind, "".join(text for _, text in some)) for kind, some in kinds]
+
+
+STRICT: Any = copy.deepcopy(WEATHER)
+STRICT["function"]["parameters"] |= {"required": ["city"], "additionalProperties": False}
+BARE = '{"name": "weather", "arguments": {"city": "Bern"}}'
+CALLED = [("call", "weather"), ("arguments", '{"city": "Bern"}')]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_whole_answer_that_is_one_object_of_a_tool_is_a_call(size: int) -> None:
+    for text in (
+        BARE,
+        f"\n {BARE}\n",
+        '{"arguments": {"city":"Bern"},"name": "weather"}',
+        '{ "name" : "weather", "parameters": {"city": "Bern"} }',
+        '{"type": "function", "name": "weather", "parameters": {"city": "Bern"}}',
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Bern\\"}"}',
+        f"```json\n{BARE}\n```",
+        f"```\n{BARE}\n```\n",
+    ):
+        assert read_bare(text, size) == CALLED, text
+        assert read_bare(text, size, on=False) == [("content", text)]
+    assert read_bare(f"<think>\nHm.\n</think>\n\n{BARE}", size) == [("reasoning", "Hm."), *CALLED]
+    assert read_bare('{"name": "time", "arguments": {}}', size) == [("call", "time"), ("arguments", "{}")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        BARE + " So.",
+        "So: " + BARE,
+        BARE + BARE,
+        BARE[:-1],
+        f"```json\n{BARE}\n",
+        f"```json\n{BARE}\n```\n```",
+        f"```python\n{BARE}\n```",
+        BARE + "```",
+        BARE.replace("weather", "whether"),
+        BARE.replace("city", "town"),
+        BARE.replace('"Bern"', "3"),
+        BARE.replace('"Bern"', "NaN"),
+        '{"name": "weather"}',
+        '{"name": "weather", "arguments": {"city": "Bern"}, "parameters": {"city": "Bern"}}',
+        '{"name": "weather", "arguments": {"city": "Bern"}, "more": 1}',
+        '{"name": "weather", "arguments": [1]}',
+        '{"name": "weather", "arguments": "Bern"}',
+        '{"title": "weather"}',
+        f"[{BARE}]",
+        "{",
+        "",
+    ],
+)
+def test_any_other_answer_stays_text(text: str, size: int) -> None:
+    assert read_bare(text, size) == ([("content", text)] if text else [])
+
+
+def test_text_is_held_back_no_longer_than_it_may_be_a_call() -> None:
+    for text, held in (
+        ('{"title', 3),
+        ("{1", 1),
+        ('{"name": "wh', 11),
+        ("```py", 3),
+        ("Sun", 0),
+        (BARE + "x", len(BARE)),
+    ):
+        parser = AnswerParser(load_format("hermes"), CHATML, [STRICT, TIME], with_calls=True, bare_calls=True)
+        told = [bool(parser.feed(letter)) for letter in text]
+        assert told.index(True) == held, text
+
+
+def test_a_schema_of_any_kind_is_checked_in_bounded_time() -> None:
+    doubled = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {}}
+    hard = {"properties": {"a": {"pattern": "^(a+)+$"}}}
+    for schema in (
+        {"$ref": "#/$defs/d0", "$defs": doubled},
+        {"$ref": "#"},
+        {"$ref": "http://127.0.0.1:9/schema"},
+        {"type": 3},
+        {"patternProperties": {"(a+)+$": {}}},
+        hard,
+    ):
+        assert not is_valid({"a": "a" * 60 + "b"}, schema), schema
+    assert is_valid({"a": "aa"}, hard)
+    assert is_valid({"a": "x"}, {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "x"}}})

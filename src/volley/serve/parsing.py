@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+from volley.serve.bare_calls import BareCalls
 from volley.serve.call_reader import CallReader, Part, new_call_id
 from volley.serve.formats import AnswerFormat, CallText
 from volley.serve.values import Strings, TaggedValues, Values
@@ -26,9 +27,18 @@ class AnswerParser:
     """
 
     def __init__(
-        self, form: AnswerFormat, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, with_calls: bool
+        self,
+        form: AnswerFormat,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        with_calls: bool,
+        bare_calls: bool = False,
     ) -> None:
-        """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer."""
+        """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer.
+
+        With ``bare_calls`` a whole answer that is a call without the marks of the format is one too.
+        """
         template = form.template(with_calls=with_calls)
         has_begun = template.start_anchor_re.search(prompt) is not None
         if form.thinking is not None and prompt.endswith(form.thinking[0]):
@@ -47,9 +57,10 @@ class AnswerParser:
         self._strips = False
         self._is_broken = False
         self.num_calls = 0
-        for event in self._parser.initial_events:
-            list(self._read(event))
+        begun = [part for event in self._parser.initial_events for part in self._read(event)]
         self._held = ""  # of the prompt
+        is_whole = not any(part.kind == "content" for part in begun)
+        self._bare = BareCalls(tools) if bare_calls and tools and is_whole else None
 
     @property
     def is_thinking(self) -> bool:
@@ -62,13 +73,17 @@ class AnswerParser:
         return self._region == "content"
 
     def feed(self, text: str) -> list[Part]:
-        if self._is_broken:
-            return [Part("content", text)] if text else []
-        return self._parse(lambda: self._parser.feed(text))
+        text_alone = [Part("content", text)] if text else []
+        parts = text_alone if self._is_broken else self._parse(lambda: self._parser.feed(text))
+        return parts if self._bare is None else self._bare.feed(parts)
 
     def finish(self) -> list[Part]:
         parts = [] if self._is_broken else self._parse(lambda: self._parser.finalize()[1])
-        return [*parts, Part("content", self._held)] if self._held else parts
+        parts += [Part("content", self._held)] if self._held else []
+        if self._bare is not None:
+            parts = self._bare.feed(parts)
+            parts += self._count(self._bare.finish(self.num_calls))
+        return parts
 
     def _parse(self, read: Callable[[], Sequence[Event]]) -> list[Part]:
         try:
@@ -129,6 +144,7 @@ class _Regions(ResponseParser):  # type: ignore[misc]
     """transformers' parser, in which a region of calls ends outside of the values in it."""
 
     def __init__(self, values: Callable[[], Values | None], template: ResponseTemplate, **options: Any) -> None:
+        self._pos: int
         self._new_values = values
         self._values: Values | None = None  # of the region of calls that is open
         super().__init__(template, **options)
@@ -144,7 +160,7 @@ class _Regions(ResponseParser):  # type: ignore[misc]
         self._values = None
 
     def _scan(self, watch: Any, eos: bool) -> tuple[Any, int]:
-        start = self._pos
+        start: int = self._pos
         while True:
             best, pending = super()._scan(watch, eos)
             if best is None or self._values is None or not self._values.hold(self._buffer, best[2].end()):
@@ -159,7 +175,7 @@ def _values_of(call: CallText | None, content: str) -> Values | None:
         return None
     if call is not None and call.parameter is not None:
         return TaggedValues(call.parameter)
-    return Strings(*[call.quote] * (call is not None and call.quote is not None))
+    return Strings(call.quote) if call is not None and call.quote is not None else Strings()
 
 
 def _whole_call(index: int, name: str, arguments: str) -> list[Part]:

@@ -160,7 +160,9 @@ class Service:
         parsers: list[AnswerParser] = []
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
-            parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
+            is_bare = self.config.bare_calls and not body.is_forced and not asked_for(body)
+            own: Any = {"tools": tools, "with_calls": bool(tools), "bare_calls": is_bare}
+            parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
         grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # an error names its field

@@ -27,7 +27,7 @@ class Strings:
         longest_first = sorted(self._quotes, key=len, reverse=True)
         self._outside = re.compile("|".join(map(re.escape, longest_first)) + r"|[{}\[\]]")
         self._longest = max(2, *map(len, self._quotes))
-        self._quote, self._depth = "", 0
+        self._quote, self.depth = "", 0
 
     def begin(self, start: int) -> None:
         self._at = start
@@ -38,10 +38,10 @@ class Strings:
             if self._quote:
                 self._quote = "" if mark == self._quote else self._quote
             elif mark in "{[":
-                self._depth += 1
+                self.depth += 1
             elif mark in "}]":
-                self._depth = max(0, self._depth - 1)
-            elif self._depth:
+                self.depth = max(0, self.depth - 1)
+            elif self.depth:
                 self._quote = mark
         self._at = max(self._at, end - self._longest + 1)  # a mark may begin there
         return bool(self._quote)
