@@ -145,7 +145,7 @@ def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
 def _in_lark(grammar: Grammar) -> str:
     """A grammar as a part of another one."""
     if grammar.kind == "json_schema":
-        return in_json(json.loads(grammar.source))
+        return in_json(json.loads(grammar.source), grammar.whitespace)
     if grammar.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(grammar.source)))
     raise ConfigError(

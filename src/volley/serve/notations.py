@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from volley.errors import ConfigError
+from volley.grammar import WHITESPACE
 from volley.serve.arguments import resolved, types_of
 from volley.serve.formats import CallText, ParameterText
 
-_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 _NOTES = {
     "$defs",
     "$id",
@@ -40,9 +40,10 @@ Literal = Callable[[str], str]
 """A text as Lark writes it."""
 
 
-def in_json(schema: Schema) -> str:
-    """JSON without white space under a schema, in Lark."""
-    return "%json " + json.dumps({**schema, **_COMPACT})
+def in_json(schema: Schema, whitespace: str = WHITESPACE) -> str:
+    """JSON under a schema, in Lark. Models write spaces where their templates do, and badly where they must not."""
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return "%json " + json.dumps({**schema, "x-guidance": spaces})
 
 
 def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:

@@ -55,7 +55,7 @@ class AnswerParser:
         self._raw, self._calls_before = "", 0  # of a region of calls that is open
         self._held = ""  # white space that is dropped if anything but content follows
         self._strips = False
-        self._is_broken = False
+        self._is_broken = self._is_ending = False
         self.num_calls = 0
         begun = [part for event in self._parser.initial_events for part in self._read(event)]
         self._held = ""  # of the prompt
@@ -78,6 +78,7 @@ class AnswerParser:
         return parts if self._bare is None else self._bare.feed(parts)
 
     def finish(self) -> list[Part]:
+        self._is_ending = True
         parts = [] if self._is_broken else self._parse(lambda: self._parser.finalize()[1])
         parts += [Part("content", self._held)] if self._held else []
         if self._bare is not None:
@@ -132,7 +133,8 @@ class AnswerParser:
                 if isinstance(function.get("name"), str) and isinstance(function.get("arguments"), dict):
                     arguments = json.dumps(function["arguments"], ensure_ascii=False)
                     yield from self._count(_whole_call(self.num_calls, function["name"], arguments))
-        if self.num_calls == self._calls_before and self._raw:
+        is_cut = self._is_ending and self._calls_before > 0  # one more call had begun
+        if self.num_calls == self._calls_before and self._raw and not is_cut:
             yield Part("content", self._raw)
 
     def _count(self, parts: Sequence[Part]) -> Sequence[Part]:
