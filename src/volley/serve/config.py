@@ -25,6 +25,8 @@ class ServeConfig:
     """Name clients give as model; by default the target folder's."""
     answer_format: str = "auto"
     """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
+    bare_calls: bool = True
+    """Under tool_choice auto, an answer that is one JSON object with a tool's name and valid arguments calls it."""
     chat_template: Path | None = None
     """File of a Jinja chat template to use instead of the tokenizer's."""
     api_key_file: Path | None = None
@@ -89,7 +91,7 @@ class ServeConfig:
 
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
-OF_THE_SERVER -= {"adapters", "answer_format", "chat_template", "max_waiting"}
+OF_THE_SERVER -= {"adapters", "answer_format", "bare_calls", "chat_template", "max_waiting"}
 """Options that no single model of several can have."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from volley.chat import Prompt, render_chat
 from volley.decode.rules import AtLeast
-from volley.decode.thinking import ThinkingBudget
+from volley.decode.thinking import Spelt, ThinkingBudget
 from volley.engine.engine import Engine
 from volley.engine.holdings import memory_of
 from volley.engine.start import warm_up
@@ -23,6 +23,7 @@ from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, anchored, format_of, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
+from volley.serve.markers import Markers, special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -85,7 +86,7 @@ class Service:
         self._conversations = Conversations(partial(render_chat, engine.tokenizer, template=self._template or None))
         form = format_of(engine.tokenizer, self._template, config.answer_format)
         self.form = anchored(form, self._conversations.opening())
-        self._spelling = Spelling(engine.tokenizer)
+        self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
@@ -159,10 +160,13 @@ class Service:
         parsers: list[AnswerParser] = []
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
-            parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
+            is_bare = self.config.bare_calls and not body.is_forced and not asked_for(body)
+            own: Any = {"tools": tools, "with_calls": bool(tools), "bare_calls": is_bare}
+            parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # an error names its field
+        params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
         others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
@@ -229,7 +233,8 @@ class Service:
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Whether the format's markers are special tokens, which are left out of text otherwise."""
-        return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
+        markers = form.markers()
+        return any(token in markers for token in special_tokens(self._engine.tokenizer))
 
     async def _bind(
         self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
@@ -252,9 +257,10 @@ class Service:
             message = "thinking_token_budget: it is not known how this model reasons; leave it out"
             raise ApiError(400, message, param="thinking_token_budget")
         opens, closes = (tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in form.thinking)
+        spelt = Spelt(*form.thinking, self.spell, form.thinks_first)
 
         def budget(*_: Any) -> ThinkingBudget:
-            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking)
+            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking, spelt=spelt)
 
         return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
@@ -264,8 +270,8 @@ class Service:
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
-        await compile_grammar(self._engine.grammars, body)
-        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)
+        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter, grammar=grammar)
         params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
