@@ -193,8 +193,14 @@ def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path)
         assert json.loads(line)["messages"][1]["content"] + "\n" == expected
     with pytest.raises(ConfigError, match="raw goes without the chat template"):
         run("generate", "Hello", "--raw", "--thinking", *common)
+    with pytest.raises(ConfigError, match="--chat-template is about"):
+        run("generate", "Hello", "--raw", "--chat-template", "default", *common)
     with pytest.raises(ConfigError, match="no thinking switch"):
         run("generate", "Hello", "--thinking", "--target", tiny_pair.target, *FAST)
+    file = tmp_path / "other.jinja"
+    file.write_text("Hello, T")
+    expected, _ = run("generate", "Hello, T", "--raw", *common)
+    assert run("generate", "anything", "--chat-template", file, *common)[0] == expected
     out = tmp_path / "bench"
     measured = ("--datasets", prompts, "--num-prompts", 1, "--repeats", 1, "--out", out)
     run("bench", "--no-thinking", *measured, *common)

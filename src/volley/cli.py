@@ -157,12 +157,18 @@ def generate(
         bool | None,
         typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of one of the tokenizer's chat templates, or file of a Jinja template.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
     ] = False,
 ) -> None:
     """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
-    _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
+    _check_asked(prompt, prompts, compare=compare)
+    if raw and (thinking is not None or chat_template is not None):
+        option = "--thinking" if chat_template is None else "--chat-template"
+        raise ConfigError(f"--raw goes without the chat template, which {option} is about; give one of them")
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley.types import DiffusionParams, SamplingParams
 
@@ -180,7 +186,10 @@ def generate(
     )
     engine = load_engine(models, decoding, capacity)
     from volley import console
+    from volley.chat import find_template
 
+    if chat_template is not None and engine.tokenizer is not None:
+        engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:
         console.check_comparable(engine, params)
     if adapter is not None:
@@ -194,13 +203,11 @@ def generate(
         _compare_with_plain(engine, asked, params)
 
 
-def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
+def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> None:
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either a prompt or --prompts FILE")
     if prompt == "":
         raise InputError("the prompt is empty; give at least one word to answer")
-    if raw_and_thinking:
-        raise ConfigError("--raw goes without the chat template, which thinking is a setting of; give one of them")
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
 

@@ -25,8 +25,8 @@ class ServeConfig:
     """Name clients give as model; by default the target folder's."""
     answer_format: str = "auto"
     """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
-    chat_template: Path | None = None
-    """File of a Jinja chat template to use instead of the tokenizer's."""
+    chat_template: str | None = None
+    """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
     api_key_file: Path | None = None
     """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
     rate_limit: float | None = None
@@ -77,15 +77,6 @@ class ServeConfig:
     def is_ssl(self) -> bool:
         """Whether it speaks HTTPS."""
         return self.tls_cert_file is not None
-
-    def read_chat_template(self) -> str | None:
-        """The template of the file, if one is given."""
-        if self.chat_template is None:
-            return None
-        try:
-            return self.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the chat template cannot be read ({error}); give a file of Jinja") from error
 
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}

@@ -19,6 +19,8 @@ _LLAMA_3 = {
 }  # fmt: skip
 """Ways to split text whose vocabularies hold whole words that their merges do not reach, and whose texts have a first token."""
 
+_TEMPLATES = "tokenizer.chat_templates"
+"""Names of chat templates beside the default one."""
 _USER_DEFINED = 4  # the other type of tokens that are found in text as they are spelled
 
 
@@ -44,6 +46,10 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.bos_token is not None:
         usual = kind == "llama" or split in _LLAMA_3
         tokenizer.add_bos_token = bool(file.metadata.get("tokenizer.ggml.add_bos_token", usual))
+    if _TEMPLATES in file.string_keys:
+        named = {name: file.metadata.get(f"tokenizer.chat_template.{name}") for name in file.strings(_TEMPLATES)}
+        own = {"default": tokenizer.chat_template, **named}
+        tokenizer.chat_template = {name: template for name, template in own.items() if template}
     if tokenizer.eos_token is not None:
         tokenizer.add_eos_token = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
     found: PreTrainedTokenizerBase = tokenizer
