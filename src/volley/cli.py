@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -140,12 +140,18 @@ def generate(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy, and the default.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(help="Options of sampling left out: auto takes what the model's generation config sets."),
+    ] = "auto",
     seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; by default 256.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
     diffusion: Annotated[
@@ -173,13 +179,11 @@ def generate(
     from volley.types import DiffusionParams, SamplingParams
 
     words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
+    named = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
+        **given,
         seed=seed,
-        max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(words) if words else None,
@@ -187,7 +191,14 @@ def generate(
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.chat import find_template
+    from volley.models.targets.sampling_defaults import sampling_defaults
 
+    if generation_config == "auto":
+        found = sampling_defaults(engine.target.model.generation_config)
+        if own := {name: value for name, value in found.items() if name not in given}:
+            params = replace(params, **own)
+            told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+            console.stderr().print(f"The model's own sampling: {told} (--generation-config none goes without)")
     if chat_template is not None and engine.tokenizer is not None:
         engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:

@@ -5,6 +5,7 @@ import hmac
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from volley.errors import ConfigError
 
@@ -27,6 +28,8 @@ class ServeConfig:
     """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
     chat_template: str | None = None
     """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults of requests: auto takes what the model's generation config sets; none is OpenAI's."""
     api_key_file: Path | None = None
     """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
     rate_limit: float | None = None
@@ -80,7 +83,7 @@ class ServeConfig:
 
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
-OF_THE_SERVER -= {"adapters", "answer_format", "chat_template", "max_waiting"}
+OF_THE_SERVER -= {"adapters", "answer_format", "chat_template", "generation_config", "max_waiting"}
 """Options that no single model of several can have."""
 
 

@@ -233,7 +233,7 @@ class ResponsesRequest(Body, Sampling):
             "model": self.model,
             "messages": _messages(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
-            **{name: getattr(self, name) for name in Sampling.model_fields},
+            **{name: getattr(self, name) for name in Sampling.model_fields.keys() & self.model_fields_set},
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools

@@ -16,6 +16,7 @@ from volley.engine.start import warm_up
 from volley.errors import ConfigError, VolleyError
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.sampling_defaults import sampling_defaults
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
@@ -81,6 +82,11 @@ class Service:
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._templates = ChatTemplates(engine.tokenizer, config.chat_template, config.answer_format)
+        chosen = sampling_defaults(engine.target.model.generation_config) if config.generation_config == "auto" else {}
+        self.sampling = {name: value for name, value in chosen.items() if name != "max_tokens"}
+        """Values of the fields of sampling that a request leaves out."""
+        self.most_tokens: int | None = chosen.get("max_tokens")
+        """Tokens of a chat's answer for which the request sets no limit; ``None``: as many as there is room for."""
         self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
@@ -138,7 +144,7 @@ class Service:
             job, parsers = await self.converse(chat, client)
         except ApiError as error:
             raise here(error) from None
-        return job, ResponsesDialect(self.model, self.spell, body, parsers[0] if parsers else None)
+        return job, ResponsesDialect(self.model, self.spell, body, job.params[0], parsers[0] if parsers else None)
 
     async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
         """The job of a conversation, and what takes each of its answers apart, if anything has to."""
@@ -149,9 +155,10 @@ class Service:
         (token_ids,) = await self._encode([prompt], "messages", special=not template.text)
         asked = body.max_completion_tokens or body.max_tokens
         self._check_length(token_ids, asked, "messages")
-        params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None)
+        params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None, self.sampling)
         if asked is None:
-            params = replace(params, max_tokens=max(1, self._engine.room(len(token_ids), params)))
+            room = max(1, self._engine.room(len(token_ids), params))
+            params = replace(params, max_tokens=min(room, self.most_tokens or room))
         params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:
@@ -263,7 +270,7 @@ class Service:
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         await compile_grammar(self._engine.grammars, body)
-        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
+        params = replace(body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter)
         params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
