@@ -57,7 +57,7 @@ def own_template(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool = Fal
     template = tokenizer.chat_template
     if isinstance(template, Mapping) and template:
         try:
-            return tokenizer.get_chat_template(tools=[] if with_tools else None)
+            return str(tokenizer.get_chat_template(tools=[] if with_tools else None))
         except ValueError:
             names = ", ".join(sorted(template))
             raise ConfigError(

@@ -52,6 +52,8 @@ class ServeConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server, * for all; by default none."""
+    strict: bool = False
+    """Refuse requests that have unknown fields, instead of ignoring these."""
     log_prompts: bool = False
     """Write request bodies, prompts included, to the log."""
 

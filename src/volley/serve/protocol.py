@@ -1,7 +1,7 @@
 """What clients may send: OpenAI's request fields, the few that vLLM added, and one of volley's own.
 
-Unknown fields are refused by name. Fields of OpenAI's that volley cannot honour are refused unless they say what would have
-happened anyway; fields without any effect on the answer are accepted.
+Unknown fields are ignored with a word about it, or refused by name (``--strict``). Fields of OpenAI's that volley cannot honour
+are refused unless they say what would have happened anyway; fields without any effect on the answer are accepted.
 """
 
 from collections.abc import Mapping
@@ -91,6 +91,8 @@ class StreamOptions(Strict):
 
 class Diffusion(Strict):
     """How a diffusion language model answers: :class:`volley.DiffusionParams`; what is left out is the checkpoint's own."""
+
+    may_ignore = False
 
     mode: DiffusionMode | None = None
     canvas_length: int | None = Field(None, ge=1, le=4096)
