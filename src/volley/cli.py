@@ -140,12 +140,18 @@ def generate(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy, and the default.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(help="Options of sampling left out: auto takes what the model's generation config sets."),
+    ] = "auto",
     seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; by default 256.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
     diffusion: Annotated[
@@ -157,30 +163,44 @@ def generate(
         bool | None,
         typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of one of the tokenizer's chat templates, or file of a Jinja template.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
     ] = False,
 ) -> None:
     """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
-    _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
+    _check_asked(prompt, prompts, compare=compare)
+    if raw and (thinking is not None or chat_template is not None):
+        option = "--thinking" if chat_template is None else "--chat-template"
+        raise ConfigError(f"--raw goes without the chat template, which {option} is about; give one of them")
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley.types import DiffusionParams, SamplingParams
 
     words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
+    named = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
+        **given,
         seed=seed,
-        max_tokens=max_tokens,
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(words) if words else None,
     )
     engine = load_engine(models, decoding, capacity)
     from volley import console
+    from volley.chat import find_template
+    from volley.models.targets.sampling_defaults import sampling_defaults
 
+    if generation_config == "auto":
+        found = sampling_defaults(engine.target.model.generation_config)
+        if own := {name: value for name, value in found.items() if name not in given}:
+            params = replace(params, **own)
+            told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+            console.stderr().print(f"The model's own sampling: {told} (--generation-config none goes without)")
+    if chat_template is not None and engine.tokenizer is not None:
+        engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:
         console.check_comparable(engine, params)
     if adapter is not None:
@@ -194,13 +214,11 @@ def generate(
         _compare_with_plain(engine, asked, params)
 
 
-def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
+def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> None:
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either a prompt or --prompts FILE")
     if prompt == "":
         raise InputError("the prompt is empty; give at least one word to answer")
-    if raw_and_thinking:
-        raise ConfigError("--raw goes without the chat template, which thinking is a setting of; give one of them")
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
 

@@ -14,12 +14,16 @@ from volley.serve.markers import TERMINALS, Markers
 class Structure(Strict):
     """A tag: what it begins with, the schema of what is inside, and what it ends with."""
 
+    may_ignore = False
+
     begin: str = Field(min_length=1)
     schema_: Any = Field(None, alias="schema", description="The JSON schema of what is inside; any JSON without one.")
     end: str
 
 
 class StructuralTag(Strict):
+    may_ignore = False
+
     type: Literal["structural_tag"] = "structural_tag"
     structures: list[Structure] = Field(min_length=1)
     triggers: list[str] = Field(min_length=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from volley.errors import CheckpointError
 from volley.models.gguf.codes import EMBEDDING, HEAD, FileCodes, describe, plan
@@ -28,6 +28,15 @@ from volley.native import Weights
 from volley.native.formats import STORED
 
 log = logging.getLogger("volley")
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys below ``general.sampling`` that llama.cpp's converter writes, and transformers' names."""
 
 
 class UnreadWeights:
@@ -109,6 +118,13 @@ class UnreadWeights:
         return found
 
 
+def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
+    """Set what a GGUF file says of sampling. Its numbers have single precision, so 0.6 is rounded back."""
+    for key, name in _SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            setattr(config, name, float(f"{value:.6g}") if isinstance(value, float) else value)
+
+
 def open_model(
     path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, UnreadWeights]:
@@ -120,6 +136,7 @@ def open_model(
     model.tie_weights()
     scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
+    _read_sampling(file, model.generation_config)
     unread = UnreadWeights(model, file, weights)
     said = _decoding(file, dtype) if weights == "bf16" else describe(file, weights)
     if said:
