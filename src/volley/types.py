@@ -17,7 +17,7 @@ from torch import Tensor
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 from volley.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 DiffusionMode = Literal["diffusion", "autoregressive", "self"]
 Strategy = Literal[
     "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded", "editing", "entropy_renoise"
@@ -404,6 +404,8 @@ class GenerationResult:
     """Log-probability of each prompt token but the first, given those before it, if asked for."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     """The likeliest tokens where each of these stands."""
+    error: str | None = None
+    """Why the request ended, if ``finish_reason`` is "error": its logits are not finite. The tokens before are right."""
 
 
 MASKED = "░"

@@ -13,6 +13,7 @@ from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
+from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
 from volley.models.drafters.adapter import Adapter
@@ -118,6 +119,8 @@ class Request:
     """Whether the drafter does not keep up with the text: nothing will be drafted, or nothing that shares its pages."""
     drafts_from: int = 0
     """The length at which drafts begin again after a rest."""
+    plain_at: int = -1
+    """The length at which the next token is computed without a draft, which may have spoilt the pass before."""
     adapter: Adapter | None = None
     """The adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""
@@ -149,6 +152,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """What was raised while its tokens or its text were taken."""
+    failure: NonFiniteError | None = None
+    """Why it ended with ``finish_reason`` "error"."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
     unwritten: list[tuple[int, bool]] = field(default_factory=list)
@@ -231,6 +236,16 @@ class Request:
             if self.finish_reason is not None:
                 break
         return taken
+
+    def fail(self) -> None:
+        """End it, because the target computes no finite numbers for the next token."""
+        self.finish_reason, self.failure = (
+            "error",
+            NonFiniteError(
+                f"the target's logits behind {self.length} tokens are not finite (NaN or infinite), so the request ended; look for "
+                "NaN in the weights of the tokens that it uses, or load the target in another dtype, such as float32"
+            ),
+        )
 
     def write(self) -> None:
         """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
@@ -324,4 +339,5 @@ class Request:
             top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs if self.params.prompt_logprobs else None,
+            error=None if self.failure is None else str(self.failure),
         )
