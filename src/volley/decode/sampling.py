@@ -131,9 +131,9 @@ NO_TOKEN = -1
 def if_finite(tokens: Tensor, chosen_by: Tensor, raw: Tensor | None = None) -> Tensor:
     """``tokens [R]`` with :data:`NO_TOKEN` for each row whose choice means nothing.
 
-    ``chosen_by [R, V]`` are the logits or weights by which each token was chosen. A NaN is the largest logit of its row, and makes
-    all weights of a distribution NaN, so the entry of the token tells. Rules may raise a logit to infinity; with ``raw`` only an
-    infinite logit of the target's own counts.
+    ``chosen_by [R, V]`` are the logits or weights by which each token was chosen. A NaN is the largest logit of its row, and
+    makes all weights of a distribution NaN, so the entry of the token tells. Rules may raise a logit to infinity; with ``raw``
+    only an infinite logit of the target's own counts.
     """
     entries = chosen_by.gather(-1, tokens[:, None])[:, 0]
     own = entries if raw is None else raw.gather(-1, tokens[:, None])[:, 0]

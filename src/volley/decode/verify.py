@@ -75,8 +75,8 @@ def verify_speculative(
     given the tokens before it, after temperature and truncation, over the tokens ``drafted [n]`` or all. And no noise of the
     draft, or of ``uniforms [Σ k]``, serves another cycle, because rejected tokens influence how many are kept. A rule that ends a
     draft may look at the tokens before.
-    A row of NaN is a distribution whose only token is never drafted: the target's ends the text behind the right tokens, and a token
-    that was drawn from the draft's is rejected.
+    A row of NaN of the target is a distribution whose only token is never drafted, so the draft is kept up to there at most. A
+    token that was drawn from a row of NaN is rejected.
     ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)

@@ -207,7 +207,10 @@ class Denoising(Procedure):
                         self._predict_first(request, rows.float())
 
     def denoise(self, canvases: Sequence[tuple[Request, Tensor]]) -> None:
-        """Apply one pass to the canvases of requests, whose logits are ``[L, V]``. A canvas is dropped if these are not finite."""
+        """Apply one pass to the canvases of requests, whose logits are ``[L, V]``.
+
+        A canvas is dropped if its logits are not finite.
+        """
         for some in grouped(canvases, lambda own: own[1]):
             finite = list(zip(some, are_finite([rows for _, rows in some]), strict=True))
             for (request, _), is_finite in finite:

@@ -12,6 +12,7 @@ from volley.decode.detokenize import Detokenizer
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise
+from volley.decode.stops import StopFinder
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
@@ -111,6 +112,8 @@ class Request:
     procedure: Procedure
     room: int
     """Slots of the pool, all of which it may have for a while."""
+    stops: StopFinder = field(default_factory=lambda: StopFinder((), {}))
+    """Looks for its stop strings."""
     rules: tuple[TokenRule, ...] = ()
     """What changes its logits: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
@@ -239,12 +242,10 @@ class Request:
 
     def fail(self) -> None:
         """End it, because the target computes no finite numbers for the next token."""
-        self.finish_reason, self.failure = (
-            "error",
-            NonFiniteError(
-                f"the target's logits behind {self.length} tokens are not finite (NaN or infinite), so the request ended; look for "
-                "NaN in the weights of the tokens that it uses, or load the target in another dtype, such as float32"
-            ),
+        self.finish_reason = "error"
+        self.failure = NonFiniteError(
+            f"the target's logits behind {self.length} tokens are not finite (NaN or infinite), so the request ended; look "
+            "for NaN in the weights of the tokens that it uses, or load the target in another dtype, such as float32"
         )
 
     def write(self) -> None:
@@ -260,8 +261,8 @@ class Request:
                 self.text += self.detokenizer.flush()
             else:
                 self.text += self.detokenizer.push(token, last=is_last)
-            if has_stop:
-                self._cut_at_stop_string(known)
+            if has_stop and (end := self.stops.find(self.text, known, token)) is not None:
+                self.text, self.finish_reason = self.text[:end], "stop"
             self._emit(token, from_draft=from_draft)
             del self.unwritten[0]
 
@@ -275,23 +276,9 @@ class Request:
             self.text += self.detokenizer.push_all(tokens, last=is_last)
         self.unwritten.clear()
 
-    def _cut_at_stop_string(self, known: int) -> None:
-        """Without those that end in the first ``known`` characters, where none was."""
-        places = ((stop, max(0, known - len(stop) + 1)) for stop in self.params.stop)
-        found = [index for stop, first in places if (index := self.text.find(stop, first)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.finish_reason = "stop"
-
     def _emit(self, token: int, *, from_draft: bool) -> None:
         """Release text, but hold back an end that may be the beginning of a stop string."""
-        ready = len(self.text)
-        if self.finish_reason is None:
-            for stop in self.params.stop:
-                at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
-                while at >= 0 and not stop.startswith(self.text[at:]):
-                    at = self.text.find(stop[0], at + 1)
-                ready = ready if at < 0 else min(ready, at)
+        ready = self.stops.ready(self.text) if self.finish_reason is None else len(self.text)
         piece = self.text[self.emitted_text : ready]
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))

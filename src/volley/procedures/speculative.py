@@ -100,8 +100,8 @@ class Speculative(Procedure):
         """The host waits for the device once, and once more for log-probabilities of tokens that it chose in this pass.
 
         A row that is not finite may be spoilt by a draft or a canvas in the same pass: attention gives what a token does not see
-        a weight of 0, and 0 · NaN is NaN. So the tokens before are kept, and the next one is computed anew without a draft. If that
-        row is not finite either, the work is broken.
+        a weight of 0, and 0 · NaN is NaN. So the tokens before are kept, and the next one is computed anew without a draft. If
+        that row is not finite either, the work is broken.
         """
         reading = Reading()
         reading.add_drafts(works)
