@@ -249,6 +249,8 @@ class Engine:
                 listener(work.request, work.proposal, work.verdict)
 
     def _end(self, request: Request) -> None:
+        if request.failure is not None:
+            self.sequences.withdraw(request)
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
         request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
@@ -339,13 +341,18 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[TextChunk, None, GenerationResult]:
-        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`."""
+        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`.
+
+        Raises :class:`NonFiniteError` behind the last chunk if the request ended because its logits are not finite.
+        """
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
                 self._advance()
                 yield from request.take_chunks()
             yield from request.take_chunks()  # of steps that another iterator made
+            if request.failure is not None:
+                raise request.failure
             return request.result()
         finally:
             self.abort(request)
