@@ -63,7 +63,7 @@ class ModelOptions:
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
-    """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own, and with
+    """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; the bundled target comes with its own, and with
     reference-dflash and reference-markov."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
