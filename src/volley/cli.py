@@ -194,6 +194,38 @@ def generate(
         _compare_with_plain(engine, asked, params)
 
 
+@app.command()
+@expand
+def chat(
+    models: ModelOptions,
+    decoding: DecodingConfig,
+    capacity: CapacityConfig,
+    system: Annotated[str | None, typer.Option(help="How the model shall answer; /system changes it.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="With it, the same answers are drawn again.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+    ] = None,
+) -> None:
+    """Chat with a model in the terminal: answers as they come, their speed, and what of them was drafted. Pipes work too."""
+    from volley.types import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+    )
+    engine = load_engine(models, decoding, capacity)
+    from volley import console
+    from volley.dialogue import Dialogue, converse
+
+    out = console.stdout()
+    converse(Dialogue(engine, params, out, console.stderr(), system=system, thinking=thinking), out)
+
+
 def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either a prompt or --prompts FILE")
