@@ -29,9 +29,9 @@ from volley.models.checkpoints.formats import (
 )
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetShape
+from volley.models.gguf.architectures import ARCHITECTURES
 from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
 from volley.models.targets.canvases import canvases
@@ -110,7 +110,7 @@ def holds_target(path: str | Path) -> bool:
 
 def _is_gguf_target(path: Path) -> bool:
     try:
-        return GGUFFile(path).architecture in CLASSES
+        return GGUFFile(path).architecture in ARCHITECTURES
     except VolleyError:
         return False  # what is wrong with the file is said of a drafter, too
 

@@ -1,7 +1,7 @@
 """GGUF files of tiny random models, written with the ``gguf`` package as llama.cpp's converter would."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,17 +227,20 @@ def write_model(
     return path
 
 
-def add_tokenizer(writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2") -> None:
-    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template."""
+def add_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2", *, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
+    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template; ``tokens`` come last."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
+    texts = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])] + [*tokens]
     types = dict.fromkeys(tokenizer.all_special_tokens, 3)
     types |= {str(token): 3 if token.special else 4 for token in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types([types.get(token, 1) for token in tokens])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_list(texts)
+    writer.add_token_types([types.get(token, 1) for token in texts])
+    own = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges([*own, *merges])
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)

@@ -19,9 +19,7 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.header import MAGIC, READ_TYPES, Header, gguf_package, read_header, read_strings
 from volley.native import blocks
 
-TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-CONTROL = 3
-"""The type of tokens that end a text or a turn."""
+_TOKENS = "tokenizer.ggml.tokens"
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
@@ -75,6 +73,7 @@ class GGUFFile:
         self.metadata, self._strings, self._tensors = header
         """``metadata`` has no arrays of strings (:meth:`strings`)."""
         self._bytes = np.memmap(self.path, np.uint8, "r")
+        self._read = set[str]()
 
     @property
     def architecture(self) -> str:
@@ -87,7 +86,7 @@ class GGUFFile:
 
     @property
     def num_tokens(self) -> int:
-        return self._strings[TOKENS].number if TOKENS in self._strings else 0
+        return self._strings[_TOKENS].number if _TOKENS in self._strings else 0
 
     def strings(self, key: str) -> list[str]:
         """The strings of an array, which are read whenever they are asked for."""
@@ -99,24 +98,30 @@ class GGUFFile:
         return list(self._strings)
 
     @property
-    def control_tokens(self) -> dict[int, str]:
-        """Tokens that are found in text as they are spelled and have a meaning, by their numbers."""
-        types = self.metadata.get(TOKEN_TYPES, []) if self.num_tokens else []
-        if CONTROL not in types:
-            return {}
-        return {
-            token: text
-            for token, (text, kind) in enumerate(zip(self.strings(TOKENS), types, strict=False))
-            if kind == CONTROL
-        }
-
-    @property
     def has_tokenizer(self) -> bool:
         return self.num_tokens > 0 and "tokenizer.ggml.model" in self.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of ``{architecture}.{key}``."""
+        self._read.add(key)
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A number that may be given for each layer, where all must have the same."""
+        value = self.require(key) if default is None else self.get(key, default)
+        values = {*value} if isinstance(value, list) else {value}
+        if len(values) != 1:
+            raise UnsupportedModelError(
+                f"{self.path}: {key} differs between layers ({value}), which is not supported. "
+                "Give the model's Hugging Face folder instead"
+            )
+        return int(values.pop())
+
+    def unread_keys(self) -> list[str]:
+        """Keys of the architecture that :meth:`get` was not asked for."""
+        start = f"{self.architecture}."
+        keys = [key.removeprefix(start) for key in self.metadata if key.startswith(start)]
+        return [key for key in keys if key not in self._read]
 
     def require(self, key: str) -> Any:
         """The value of ``{architecture}.{key}``; an error if there is none."""
