@@ -150,7 +150,7 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     assert "12 tokens" in statistics
     assert "τ 1." in statistics
     assert "The tokens were identical to plain decoding's." in statistics
-    plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--drafter", "none", *FAST)
+    plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--policy", "plain", *FAST)
     assert plain == answer
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer

@@ -69,7 +69,7 @@ class Halves(volley.Policy):
 def test_an_engine_takes_a_policy_and_a_proposer_from_outside(pair: Pair) -> None:
     prompt = [5, 6, 7, 8]
     params = volley.SamplingParams(max_tokens=12)
-    (plain,) = volley.Engine(pair.target).generate(prompt, params)
+    (plain,) = volley.Engine(pair.target, block_size=1).generate(prompt, params)
     config = volley.DecodingConfig(policy=Halves())
     engine = volley.Engine(pair.target, config=config, capacity=volley.CapacityConfig(page_size=4), proposer=Repeats())
     (result,) = engine.generate(prompt, params)

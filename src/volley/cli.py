@@ -63,7 +63,7 @@ class ModelOptions:
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
-    """Drafter: folder or GGUF file, or 'none' for plain decoding; the bundled target comes with its own, and with
+    """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; the bundled target comes with its own, and with
     reference-dflash and reference-markov."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
@@ -130,28 +130,59 @@ def load_engine(
     return Engine.from_pretrained(target, dtype=dtype, config=decoding, capacity=capacity, **options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are sampled. What is left out is the model's own choice, or greedy."""
+
+    temperature: float | None = None
+    """0 is greedy, and the default where the model's generation config says nothing."""
+    top_p: float | None = None
+    """Keep the likeliest tokens of this total probability."""
+    top_k: int | None = None
+    """Keep so many of the likeliest tokens; 0 keeps all."""
+    min_p: float | None = None
+    """Keep tokens at least this share as likely as the likeliest."""
+    seed: int | None = None
+    """With it, the same answer is drawn again."""
+    max_tokens: int | None = None
+    """Longest answer, in tokens."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Options of sampling left out: auto takes what the model's generation config sets."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, by name."""
+        return {name: own for name, own in asdict(self).items() if own is not None and name != "generation_config"}
+
+    def params(self, **fixed: Any) -> "SamplingParams":
+        """Return the parameters of requests; options that were given win over ``fixed``."""
+        from volley.types import SamplingParams
+
+        return SamplingParams(**{**fixed, **self.given()})
+
+    def with_defaults(self, params: "SamplingParams", engine: "Engine") -> "SamplingParams":
+        """Return ``params`` with the model's own values of what was left out, and say which these are."""
+        from volley import console
+        from volley.models.targets.sampling_defaults import sampling_defaults
+
+        found = sampling_defaults(engine.target.model.generation_config) if self.generation_config == "auto" else {}
+        own = {name: value for name, value in found.items() if name not in self.given()}
+        if own:
+            told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+            console.stderr().print(f"The model's own sampling: {told} (--generation-config none goes without)")
+        return replace(params, **own)
+
+
 @app.command()
 @expand
 def generate(
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: CapacityConfig,
+    sampling: SamplingOptions,
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy, and the default.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")
-    ] = None,
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        typer.Option(help="Options of sampling left out: auto takes what the model's generation config sets."),
-    ] = "auto",
-    seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer; by default 256.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
     diffusion: Annotated[
@@ -176,14 +207,10 @@ def generate(
         option = "--thinking" if chat_template is None else "--chat-template"
         raise ConfigError(f"--raw goes without the chat template, which {option} is about; give one of them")
     conversations = load_prompts(prompts) if prompts is not None else []
-    from volley.types import DiffusionParams, SamplingParams
+    from volley.types import DiffusionParams
 
     words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
-    named = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    params = SamplingParams(
-        **given,
-        seed=seed,
+    params = sampling.params(
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(words) if words else None,
@@ -191,14 +218,8 @@ def generate(
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.chat import find_template
-    from volley.models.targets.sampling_defaults import sampling_defaults
 
-    if generation_config == "auto":
-        found = sampling_defaults(engine.target.model.generation_config)
-        if own := {name: value for name, value in found.items() if name not in given}:
-            params = replace(params, **own)
-            told = ", ".join(f"{name} {value:g}" for name, value in own.items())
-            console.stderr().print(f"The model's own sampling: {told} (--generation-config none goes without)")
+    params = sampling.with_defaults(params, engine)
     if chat_template is not None and engine.tokenizer is not None:
         engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:
@@ -212,6 +233,29 @@ def generate(
     console.stderr().print(console.describe(console.stream(engine, asked, params, console.stdout())), soft_wrap=True)
     if compare:
         _compare_with_plain(engine, asked, params)
+
+
+@app.command()
+@expand
+def chat(
+    models: ModelOptions,
+    decoding: DecodingConfig,
+    capacity: CapacityConfig,
+    sampling: SamplingOptions,
+    system: Annotated[str | None, typer.Option(help="How the model shall answer; /system changes it.")] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+    ] = None,
+) -> None:
+    """Chat with a model in the terminal: answers as they come, their speed, and what of them was drafted. Pipes work too."""
+    params = sampling.params(max_tokens=1024)
+    engine = load_engine(models, decoding, capacity)
+    from volley import console
+    from volley.dialogue import Dialogue, converse
+
+    out, params = console.stdout(), sampling.with_defaults(params, engine)
+    converse(Dialogue(engine, params, out, console.stderr(), system=system, thinking=thinking), out)
 
 
 def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> None:

@@ -19,7 +19,8 @@ class DraftingConfig:
     """How tokens are drafted: the settings that volley's engine and its plugin for vLLM share."""
 
     policy: str | Any | None = None
-    """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot or fixed:8."""
+    """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
+    plain. Without a drafter goodput drafts by prompt lookup; plain drafts nothing."""
     denoising_steps: int = 1
     """Denoising passes of the drafter for each block; 1 is DFlash."""
     denoising_schedule: Schedule = "cosine"

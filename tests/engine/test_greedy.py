@@ -235,7 +235,7 @@ def test_draft_window_memory_is_constant(pair: Pair) -> None:
 
 def test_from_pretrained_and_bytes(tiny_pair: TinyPair) -> None:
     engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
-    hf = Engine.from_pretrained(tiny_pair.target, drafter=None, dtype=torch.float32)
+    hf = Engine.from_pretrained(tiny_pair.target, drafter=None, dtype=torch.float32, block_size=1)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     (fast,), (plain,) = engine.generate("def f(x):", params), hf.generate("def f(x):", params)
     assert fast.token_ids == plain.token_ids

@@ -64,7 +64,7 @@ _BUNDLED = object()
 
 
 class Engine:
-    """A target, optionally its drafter, and the requests they are answering.
+    """A target, optionally its drafter, and the requests they are answering. Without a drafter, drafts are copied from the text.
 
     Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own, token for
     token, and sampled output has the target's distribution (see ``decode/verify.py``).
@@ -111,7 +111,9 @@ class Engine:
             proposer = make_proposer(self.draft_model, self.config, self.capacity.page_size * self.capacity.cuda_graphs)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's proposer, or the one that was given."""
-        costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
+        only_copies = proposer is None and self.target.diffusion is None
+        draft_seconds = proposer.seconds if proposer else lambda *_: 0.0
+        costs = Costs(draft_seconds, self.runner.seconds, self.arrivals, only_copies=only_copies)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
@@ -437,7 +439,8 @@ class Engine:
     def _policy_spec(self, config: DecodingConfig) -> str | Policy:
         if config.block_size is not None:
             return f"fixed:{config.block_size}"
-        usual = DEFAULT_POLICY if self.proposer is not None and config.tree_nodes is None else "fixed"
+        drafts_in_canvases = self.proposer is None and self.target.diffusion is not None
+        usual = "fixed" if drafts_in_canvases or config.tree_nodes is not None else DEFAULT_POLICY
         return cast(str | Policy, config.policy or usual)
 
     @property

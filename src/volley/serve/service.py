@@ -276,7 +276,9 @@ class Service:
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
         grammar = await compile_grammar(self._engine.grammars, body, self._markers)
-        params = replace(body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter, grammar=grammar)
+        params = replace(
+            body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter, grammar=grammar
+        )
         params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
