@@ -1,7 +1,7 @@
 """GGUF files of tiny random models, written with the ``gguf`` package as llama.cpp's converter would."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,13 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
+    tensors_a_part: int = 0,
 ) -> Path:
-    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family."""
-    config, writer = model.config, GGUFWriter(path, family)
+    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family.
+
+    With ``tensors_a_part`` the first of several parts is returned.
+    """
+    config, writer = model.config, GGUFWriter(path, family, split_max_tensors=tensors_a_part)
     rope = config.rope_parameters
     values = {
         "context_length": config.max_position_embeddings,
@@ -224,20 +228,23 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
 
 
-def add_tokenizer(writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2") -> None:
-    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template."""
+def add_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2", *, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
+    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template; ``tokens`` come last."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
+    texts = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])] + [*tokens]
     types = dict.fromkeys(tokenizer.all_special_tokens, 3)
     types |= {str(token): 3 if token.special else 4 for token in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types([types.get(token, 1) for token in tokens])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_list(texts)
+    writer.add_token_types([types.get(token, 1) for token in texts])
+    own = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges([*own, *merges])
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
