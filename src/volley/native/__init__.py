@@ -6,18 +6,19 @@ masks over logits, recurrent states, noise and what is in fp32 (norms, gates, ro
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
-from copy import copy
-from ctypes import byref
-from typing import Literal
+from collections.abc import Sequence
+from ctypes import addressof, byref
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from volley.native.codes import BLOCK as BLOCK
-from volley.native.codes import GROUP as GROUP
-from volley.native.codes import KINDS, CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
-from volley.native.codes import Codes as Codes
-from volley.native.codes import Weights as Weights
+from volley.native.codes import LaidOut, WeightSource, lay_out, picked, taken_back
+from volley.native.formats import BLOCK as BLOCK
+from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
+from volley.native.formats import GROUP as GROUP
+from volley.native.formats import Codes as Codes
+from volley.native.formats import Weights as Weights
 from volley.native.library import HeadsStruct as HeadsStruct
 from volley.native.library import ProductStruct as ProductStruct
 from volley.native.library import TurnsStruct as TurnsStruct
@@ -140,38 +141,78 @@ def cap(x: Tensor, most: float) -> None:
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
-def fits(weight: Tensor, kind: Weights, group: int = GROUP) -> bool:
-    """Whether the products take a weight ``[out, in]``, in codes with a scale for ``group`` inputs."""
-    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else group) == 0
+def fits(weight: Tensor, kind: Weights, inputs: int = GROUP) -> bool:
+    """Whether the products take a weight ``[out, in]``, in codes whose formats want multiples of ``inputs``."""
+    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else inputs) == 0
+
+
+class _Part(NamedTuple):
+    """Outputs of a product whose weights are of one format."""
+
+    format: Format
+    blocks: LaidOut
+    outputs: int
 
 
 class Product:
     """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
 
     int8 has a scale for every output, int4 one for every 64 inputs of an output. Both meet inputs in int8 that have a scale
-    for every 64 inputs of a row. Stored codes may have one for 32 inputs, of weights and inputs alike.
+    for every 64 inputs of a row. Stored codes have groups of their own, of weights and inputs alike; several formats may lie
+    one below the other.
     """
 
     def __init__(
-        self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: CodeSource | None = None
+        self,
+        weight: WeightSource,
+        bias: Tensor | None,
+        kind: Weights,
+        stored: Sequence[tuple[CodeSource, int]] = (),
     ) -> None:
-        """``stored`` are the codes that the weight is already in, whose kind is taken; otherwise it is rounded to some."""
-        self.kind: Weights = kind if stored is None else stored.kind
-        self.group = GROUP if stored is None else stored.group
-        self._bias = None if bias is None else bias.bfloat16().contiguous()
-        self._take(lay_out(weight, self.kind, stored), int(weight.shape[0]), int(weight.shape[1]))
+        """``stored`` are codes that the weight is already in, with the outputs of each; otherwise it is rounded to ``kind``."""
+        outputs, inputs = map(int, weight.shape)
+        found = []
+        for codes, size in stored:
+            shape = torch.empty(size, inputs, device="meta")  # all that is read of a weight that has codes
+            found.append(_Part(codes.format, lay_out(shape, codes.format, codes), size))
+        if not stored:
+            found.append(_Part(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
+        self._take(found, inputs, None if bias is None else bias.bfloat16().contiguous())
 
-    def _take(self, blocks: LaidOut, outputs: int, inputs: int) -> None:
-        self._blocks = blocks
-        self.shape = self.outputs, self.inputs = outputs, inputs
-        number = KINDS.index(self.kind)
-        self.struct = ProductStruct(
-            number, self.inputs, self.outputs, self.group, *map(pointer, (*self._blocks, self._bias))
-        )
+    def _take(self, parts: Sequence[_Part], inputs: int, bias: Tensor | None) -> None:
+        self._parts, self._bias = tuple(parts), bias
+        self.shape = self.outputs, self.inputs = sum(part.outputs for part in parts), inputs
+        self.structs: list[ProductStruct] = []
+        end = self.outputs
+        for part in reversed(parts):  # each points to the next
+            end -= part.outputs
+            own = None if bias is None else bias.data_ptr() + end * bias.itemsize
+            following = addressof(self.structs[-1]) if self.structs else None
+            self.structs.append(
+                ProductStruct(
+                    *(NUMBERS[part.format.name], inputs, part.outputs, self.outputs, *map(pointer, part.blocks)),
+                    *(own, following),
+                )
+            )
+
+    @property
+    def struct(self) -> ProductStruct:
+        """The first part's, which leads to the others."""
+        return self.structs[-1]
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Those of its weights, from the first outputs on."""
+        return tuple(part.format for part in self._parts)
+
+    @property
+    def kind(self) -> Weights:
+        """The kind of weights that most of them are."""
+        return max(self._parts, key=lambda part: part.outputs).format.weights
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._blocks if part is not None)
+        return sum(tensor.nbytes for part in self._parts for tensor in part.blocks if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
@@ -181,7 +222,7 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            room = input_room(len(rows), self.inputs, None if self.kind == "bf16" else self.group)
+            room = input_room(len(rows), self.inputs, min(of.group for of in self.formats))
             functions().linear(
                 *(
                     byref(self.struct),
@@ -197,55 +238,67 @@ class Product:
     def first(self, outputs: int) -> "Product":
         """The product with its first outputs alone, a multiple of 16, in the same memory."""
         assert outputs % BLOCK == 0, f"{outputs} is within a block"
-        part = copy(self)
-        part._take(self._blocks.blocks(slice(0, outputs // BLOCK)), outputs, self.inputs)
-        return part
+        found, rest = [], outputs
+        for part in self._parts:
+            own = min(part.outputs, rest)
+            if own:
+                found.append(_Part(part.format, part.blocks.blocks(slice(0, -(-own // BLOCK))), own))
+            rest -= own
+        product = Product.__new__(Product)
+        product._take(found, self.inputs, self._bias)
+        return product
 
     @classmethod
     def unset(cls, outputs: int, inputs: int) -> "Product":
         """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
-        product = cls.__new__(cls)
-        product.kind, product.group, product._bias = "bf16", GROUP, None
-        product._take(LaidOut.unset("bf16", GROUP, outputs, inputs), outputs, inputs)
+        product, of = cls.__new__(cls), FORMATS["bf16"]
+        product._take([_Part(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:
         """Replace rows of a weight in bf16: ``rows [n, in]`` are its rows ``places [n]`` from now on."""
         assert self.kind == "bf16", "codes are not replaced"
-        self._blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
+        self._parts[0].blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
         if indices.numel() > _AT_ONCE:
             parts = [self.rows(part) for part in torch.split(indices.reshape(-1), _AT_ONCE)]
             return torch.cat(parts).view(*indices.shape, self.inputs)
-        return _in_bf16(picked(self._blocks, self.kind, indices.reshape(-1))).view(*indices.shape, self.inputs)
+        (own,) = self._parts
+        return _in_bf16(picked(own.blocks, own.format, indices.reshape(-1))).view(*indices.shape, self.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""
-        return _in_bf16(taken_back(self._blocks, self.kind, self.outputs, rows))
+        return torch.cat([_in_bf16(part) for part in self._stored(rows)])
 
     def weight(self) -> Tensor:
         """The whole weight ``[out, in]``, as the product has it, rounded to bf16."""
         return self[: self.outputs]
 
-    def codes(self) -> Codes | None:
-        """The whole weight in codes, if it is."""
-        found = taken_back(self._blocks, self.kind, self.outputs, slice(self.outputs))
-        return found if isinstance(found, Codes) else None
+    def codes(self) -> list[Codes]:
+        """The whole weight in codes, if it is; else nothing."""
+        return [part for part in self._stored(slice(self.outputs)) if isinstance(part, Codes)]
+
+    def _stored(self, rows: slice) -> list[Codes | Tensor]:
+        """Rows, part by part."""
+        (first, last, _), begin, found = rows.indices(self.outputs), 0, list[Codes | Tensor]()
+        for part in self._parts:
+            own = slice(max(first - begin, 0), min(last - begin, part.outputs))
+            if own.start < own.stop:
+                found.append(taken_back(part.blocks, part.format, part.outputs, own))
+            begin += part.outputs
+        return found
 
 
 def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def input_room(rows: int, inputs: int, group: int | None) -> list[Tensor | None]:
+def input_room(rows: int, inputs: int, group: int) -> list[Tensor]:
     """Room for inputs as a kernel reads them, in bf16 or in codes, and for the scales and sums of codes in groups."""
-    values = torch.empty(rows * inputs, dtype=torch.bfloat16)
-    if group is None:
-        return [values, None, None]
     return [
-        values,
+        torch.empty(rows * inputs, dtype=torch.bfloat16),
         torch.empty(rows * (inputs // group), dtype=torch.float32),
         torch.empty(rows * (inputs // group), dtype=torch.int32),
     ]

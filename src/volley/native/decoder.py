@@ -21,7 +21,7 @@ from volley.native import (
     input_room,
     pointer,
 )
-from volley.native.codes import FINE
+from volley.native.formats import STORED
 
 
 class _Plan(Structure):
@@ -219,6 +219,6 @@ class Decoder:
             widest = max(hidden, inner, heads)
             widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
             room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += input_room(tokens, -(-widest // GROUP) * GROUP, FINE)
+            room += input_room(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
             self._room = (tokens, _Scratch(*map(pointer, room)), room)
         return self._room[1]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 class ProductStruct(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
-        *((name, c_void_p) for name in ("codes", "scales", "bias")),
+        *((name, c_int64) for name in ("kind", "inputs", "outputs", "stride")),
+        *((name, c_void_p) for name in ("codes", "scales", "bias", "next")),
     )
 
 
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "cap": [c_void_p, c_int64, c_int64, c_float],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
-    "recode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
+    "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
     "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],

@@ -27,7 +27,7 @@ from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import Float8Product, Product, codes_of, has_bf16_products, is_linear, make_product
 from volley.models.layers.residency import MappedFiles, trim
 from volley.native import Weights
-from volley.native.codes import CodeSource
+from volley.native.formats import CodeSource
 
 log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
@@ -147,7 +147,7 @@ def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) 
     if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
         return set()
     codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
-    embedding.forward = native.Product(embedding.weight, None, codes.kind, codes).rows  # type: ignore[method-assign, assignment]
+    embedding.forward = native.Product(embedding.weight, None, "int8", [(codes, embedding.num_embeddings)]).rows  # type: ignore[method-assign, assignment]
     release_weight(embedding, files)
     return {embedding}
 

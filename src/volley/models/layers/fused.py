@@ -27,7 +27,7 @@ from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
 from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
-from volley.models.layers.products import codes_of, group_of, is_linear
+from volley.models.layers.products import codes_of, inputs_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
@@ -162,7 +162,7 @@ def products_of(
     def join(layers: Sequence[nn.Linear]) -> Product:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         rows = StackedRows([layer.weight for layer in layers], files)
-        stored = None if weights == "bf16" else codes_of(layers)
+        stored = [] if weights == "bf16" else codes_of(layers)
         return Product(rows, torch.cat(biases) if biases else None, weights, stored)
 
     return layer_weights(layer, join, style)
@@ -213,8 +213,8 @@ def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
     if all(native.fits(module.weight, weights) for module in linear):
         return True
-    group = group_of(codes_of(linear))
-    return all(native.fits(module.weight, weights, group) for module in linear)
+    inputs = inputs_of(codes_of(linear))
+    return all(native.fits(module.weight, weights, inputs) for module in linear)
 
 
 # -- rotary embeddings --------------------------------------------------------------------------------------------------
