@@ -97,7 +97,10 @@ CASES: dict[str, Callable[[], Engine]] = {
     "trees": drafting(tree_nodes=9),
     "a window of the drafter": drafting(policy="fixed:6", draft_window=16),
     "quantised K/V of the drafter": drafting(policy="fixed:6", draft_kv_dtype="int8"),
-    **{name: functools.partial(lambda name: Engine(of(name), **ROWS), name) for name in ("gemma2", "gpt_oss", "mixtral")},
+    **{
+        name: functools.partial(lambda name: Engine(of(name), **ROWS), name)
+        for name in ("gemma2", "gpt_oss", "mixtral")
+    },
     **{name: functools.partial(lambda name: Engine(of(name), **ROWS), name) for name in hybrid.KINDS},
 }
 SAMPLING: dict[str, SamplingParams] = {
@@ -163,7 +166,7 @@ def test_a_canvas_of_random_tokens_too() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0, diffusion=DiffusionParams(max_steps=3))
     results = list(engine.generate([SPOILT, *GOOD], params))
     assert results[0].finish_reason == "error"
-    assert tokens(results[1:]) == [list(engine.generate([prompt], params))[0].token_ids for prompt in GOOD]
+    assert tokens(results[1:]) == [next(engine.generate([prompt], params)).token_ids for prompt in GOOD]
     engine.check_integrity()
 
 
@@ -182,7 +185,10 @@ def test_passes_in_fixed_memory_that_are_launched_ahead(drafts: bool, monkeypatc
     # A request that is spoilt while it decodes, with a pass launched on its last token.
     forced = SamplingParams(max_tokens=12, logit_bias={BAD: 100.0})
     engine = make()
-    requests = [engine.add_request(GOOD[0], replace(SAMPLING["greedy"], max_tokens=answered)), engine.add_request(GOOD[1], forced)]
+    requests = [
+        engine.add_request(GOOD[0], replace(SAMPLING["greedy"], max_tokens=answered)),
+        engine.add_request(GOOD[1], forced),
+    ]
     while engine.has_work:
         engine.step()
     assert requests[0].finish_reason == "length"
@@ -195,7 +201,9 @@ def test_fused_layers_in_bf16() -> None:
         model.get_input_embeddings().weight[BAD] = torch.nan
     target = Target(model)
     check_alone(lambda: Engine(target, **ROWS), SAMPLING["greedy"])
-    check_alone(lambda: Engine(target, random_drafter().to(torch.bfloat16), policy="fixed:6", **ROWS), SAMPLING["greedy"])
+    check_alone(
+        lambda: Engine(target, random_drafter().to(torch.bfloat16), policy="fixed:6", **ROWS), SAMPLING["greedy"]
+    )
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------------

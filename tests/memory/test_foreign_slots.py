@@ -17,7 +17,9 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
     "decoding": [{"start": start, "length": 1} for start in (3, 17, 30, 8)],
     "chains": [{"start": start, "length": length} for start, length in ((5, 3), (21, 4), (0, 1), (33, 2))],
     "blocks": [{"start": start, "length": length, "causal": False} for start, length in ((5, 3), (21, 4), (9, 4))],
-    "trees": [{"start": start, "length": 4, "parents": parents} for start, parents in ((6, (0, 0, 1)), (19, (0, 1, 0)))],
+    "trees": [
+        {"start": start, "length": 4, "parents": parents} for start, parents in ((6, (0, 0, 1)), (19, (0, 1, 0)))
+    ],
     "canvases": [{"start": start, "length": 6, "groups": groups} for start, groups in ((6, (1, 1, 4)), (17, (6,)))],
 }
 
@@ -35,7 +37,11 @@ def segments_of(shape: str, *, ring: bool) -> list[Segment]:
 
 def spoil(store: KVStore, segments: list[Segment], window: int | None) -> None:
     """NaN wherever none of ``segments`` has a slot."""
-    used = {slot for own in segments for slot in own.table.slot_array(max(0, own.end - len(own.table.pages) * PAGE), own.end)}
+    used = {
+        slot
+        for own in segments
+        for slot in own.table.slot_array(max(0, own.end - len(own.table.pages) * PAGE), own.end)
+    }
     others = torch.tensor([slot for slot in range(PAGE * PAGES) if slot not in used])
     if isinstance(store, QuantisedKVStore):
         for scales in store.scales:
@@ -61,7 +67,9 @@ def triton_attention(*given: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", ["plain", "window", "ring", "symmetric", "softcap", "sinks", "int8", "int4", "bf16"])
-@pytest.mark.parametrize("attend", [reference_attention, paged_attention, grouped_attention, native_attention, triton_attention])
+@pytest.mark.parametrize(
+    "attend", [reference_attention, paged_attention, grouped_attention, native_attention, triton_attention]
+)
 def test_nan_in_the_slots_of_others_changes_no_bit(attend: Attention, case: str, shape: str) -> None:
     is_half = case == "bf16" or attend is native_attention
     if attend is triton_attention and (is_half or torch.cuda.is_available()):
@@ -82,7 +90,9 @@ def test_nan_in_the_slots_of_others_changes_no_bit(attend: Attention, case: str,
     store.write(1, every, *torch.randn(2, len(every), SHARED, DIM).to(dtype))
     spoilt = copy.deepcopy(store)
     spoil(spoilt, segments, window)
-    batch = [RaggedBatch(segments, torch.zeros(sum(own.length for own in segments), dtype=torch.long)) for _ in range(2)]
+    batch = [
+        RaggedBatch(segments, torch.zeros(sum(own.length for own in segments), dtype=torch.long)) for _ in range(2)
+    ]
     queries = torch.randn(len(batch[0]), HEADS, DIM).to(dtype)
     keys, values = torch.randn(2, len(batch[0]), SHARED, DIM).to(dtype)
     expected = attend(batch[0], store, 1, queries, keys, values, options)

@@ -13,7 +13,7 @@ oneOf                   as ``anyOf`` where no value can match two of the schemas
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
@@ -31,7 +31,19 @@ _OF_OBJECTS = {
     "dependencies",
     "unevaluatedProperties",
 }
-_IN_PLACE = {"$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
+_IN_PLACE = {
+    "$ref",
+    "$dynamicRef",
+    "$recursiveRef",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+}
 _ASSERTIONS = {
     *("type", "enum", "const", "multipleOf", "maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", "maxLength"),
     *("minLength", "pattern", "format", "maxItems", "minItems", "maxProperties", "minProperties", "required", "items"),
@@ -136,7 +148,9 @@ def _of_name(schema: Schema) -> Schema:
     """A schema of property names without what every name passes; formats of names are annotations."""
     kinds = _kinds(schema)
     is_string = "type" in schema and (kinds is None or "string" in kinds)
-    vacuous = {"format"} | ({"type"} if is_string else set()) | ({"minLength"} if schema.get("minLength") == 0 else set())
+    vacuous = (
+        {"format"} | ({"type"} if is_string else set()) | ({"minLength"} if schema.get("minLength") == 0 else set())
+    )
     return {key: value for key, value in schema.items() if key not in vacuous}
 
 
@@ -167,7 +181,9 @@ def _drop_impossible(schema: Schema, root: Schema) -> Schema:
 
 def _allows_json(schema: Any, root: Schema) -> bool:
     """Whether a schema allows what the one beside it could allow: everything, or ``zod-to-json-schema``'s name for it."""
-    return allows_all(schema) or (isinstance(schema, dict) and schema.get("$ref") == _ANY and _resolved(schema, root) is not None)
+    return allows_all(schema) or (
+        isinstance(schema, dict) and schema.get("$ref") == _ANY and _resolved(schema, root) is not None
+    )
 
 
 def _match_without_looking(schema: Schema, _: Schema) -> Schema:
@@ -183,7 +199,11 @@ def _match_without_looking(schema: Schema, _: Schema) -> Schema:
         pattern = "^" + pattern[end:]
     if pattern == schema["pattern"]:
         return schema
-    return {**schema, "pattern": pattern, **({"allOf": [*schema.get("allOf", []), *({"pattern": own} for own in parts)]} if parts else {})}
+    return {
+        **schema,
+        "pattern": pattern,
+        **({"allOf": [*schema.get("allOf", []), *({"pattern": own} for own in parts)]} if parts else {}),
+    }
 
 
 def _end_of_group(pattern: str, start: int) -> int:
@@ -210,7 +230,11 @@ def _end_of_group(pattern: str, start: int) -> int:
 def _name_properties(schema: Schema, root: Schema) -> Schema:
     """Say ``propertyNames`` by the names, or a pattern of them, where no property is described by itself."""
     names = _resolved(schema.get("propertyNames"), root)
-    if names is None or schema.keys() & {"properties", "patternProperties"} or schema.keys() & {"unevaluatedProperties"}:
+    if (
+        names is None
+        or schema.keys() & {"properties", "patternProperties"}
+        or schema.keys() & {"unevaluatedProperties"}
+    ):
         return schema
     names, others = _of_name(names), schema.get("additionalProperties", True)
     given = names.keys() & _ASSERTIONS
@@ -237,7 +261,7 @@ def _forbid_others(schema: Schema, _: Schema) -> Schema:
 
 # -- oneOf -----------------------------------------------------------------------------------------------------------------
 def _join_disjoint(schema: Schema, root: Schema) -> Schema:
-    """Say ``oneOf`` by ``anyOf`` where its schemas have no value in common, or have none once each requires its own properties."""
+    """Say ``oneOf`` by ``anyOf`` where its schemas have no value in common, perhaps once they are narrowed."""
     choices = schema.get("oneOf")
     if not isinstance(choices, list) or "anyOf" in schema:
         return schema
@@ -331,7 +355,14 @@ def _possible_kinds(schema: Schema) -> set[str] | None:
 
 
 def _kind_of(value: Any) -> str:
-    names: dict[type, str] = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    names: dict[type, str] = {
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        str: "string",
+        list: "array",
+        dict: "object",
+    }
     return names.get(type(value), "null")
 
 

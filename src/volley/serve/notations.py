@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
 from volley.serve.arguments import resolved, types_of
 from volley.serve.formats import CallText, ParameterText
@@ -41,7 +42,7 @@ Literal = Callable[[str], str]
 
 def in_json(schema: Schema) -> str:
     """JSON without white space under a schema, in Lark."""
-    return "%json " + json.dumps({**schema, **_COMPACT})
+    return "%json " + json.dumps({**enforceable(dict(schema)), **_COMPACT})
 
 
 def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:
