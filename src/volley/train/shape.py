@@ -105,10 +105,9 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
         raise ConfigError(
             f"the drafter in {path} has {drafter.config.untrained}, which volley does not train; name another"
         )
-    if drafter.config.head is not None and drafter.config.head.type == "dspark":
-        raise ConfigError(
-            f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
-        )
+    if not drafter.config.is_trained_here:
+        what = "drafts from the anchor's slot" if drafter.head is None else "has a Markov head in tables"
+        raise ConfigError(f"the drafter in {path} {what}, which volley does not train; name another")
     check_ends(path, target)
     return drafter
 
