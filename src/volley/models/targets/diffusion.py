@@ -15,7 +15,7 @@ from volley.models.quantised.scheme import load_model
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.canvases import DENOISED, check_causal, read_kind
 from volley.models.targets.folders import check_files
-from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
+from volley.models.targets.loading import announce_download, bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
@@ -89,6 +89,7 @@ def load_target(
     values, kind = read_kind(path)
     if drafted:
         check_causal(path, kind)
+    announce_download(path)
     remedy = f"give a hub name or a folder with {TARGET_FILES}"
     if weights not in ("auto", "bf16") and kind in DENOISED:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
