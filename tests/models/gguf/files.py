@@ -183,9 +183,13 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
+    tensors_a_part: int = 0,
 ) -> Path:
-    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family."""
-    config, writer = model.config, GGUFWriter(path, family)
+    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family.
+
+    With ``tensors_a_part`` the first of several parts is returned.
+    """
+    config, writer = model.config, GGUFWriter(path, family, split_max_tensors=tensors_a_part)
     rope = config.rope_parameters
     values = {
         "context_length": config.max_position_embeddings,
@@ -224,7 +228,7 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
 
 
 def add_tokenizer(

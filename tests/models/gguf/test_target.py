@@ -172,7 +172,16 @@ def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, m
         ),
         ({"qwen3.block_count": None}, CheckpointError, "has no key qwen3.block_count"),
         ({"qwen3.rope.dimension_count": 8}, UnsupportedModelError, "rope.dimension_count is 8 with heads of 24"),
-        ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model; put them together with .*--merge"),
+        (
+            {"split.count": 3},
+            CheckpointError,
+            r"is one of 3 parts of a model, .* found by their names.*-00001-of-00003.gguf",
+        ),
+        (
+            {"qwen3.attention.scale": 0.5},
+            UnsupportedModelError,
+            r"qwen3.attention.scale is 0.5, which .* does not read this key",
+        ),
         (
             {"llama.expert_count": 8},
             UnsupportedModelError,
@@ -237,6 +246,20 @@ def test_a_type_of_tensor_that_the_package_does_not_know_is_named(tmp_path: Path
     path.write_bytes(whole)
     with pytest.raises(UnsupportedModelError, match=r"tensor of type 99, which the package gguf .*pip install -U gguf"):
         Target.from_pretrained(path)
+
+
+def test_any_part_stands_for_the_whole_model(tmp_path: Path) -> None:
+    model, tokenizer = random_model("qwen3"), bpe_tokenizer()
+    first = write_model(tmp_path / "model.gguf", model, "qwen3", tokenizer=tokenizer, tensors_a_part=13)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert (len(parts), parts[0]) == (3, first)
+    for part in parts:
+        assert answers(part) == expected(model)
+        target = Target.from_pretrained(part, dtype=torch.float32)
+        assert target.tokenizer("the then")["input_ids"] == tokenizer("the then")["input_ids"]
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.gguf is not beside it; fetch every part"):
+        load_model(parts[2], torch.float32)
 
 
 def test_a_file_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ class UnreadWeights:
     def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
         self._file, self._config, self._dtype, self._files = file, model.config, model.dtype, MappedFiles()
         stored, parameters = weight_names(file), dict(model.named_parameters())
+        for own in [name for name in model.state_dict() if name not in parameters and name in stored]:
+            self._set_buffer(model, own, *stored.pop(own))
         check_names(file, parameters.keys() - stored.keys(), stored.keys() - parameters.keys())
         self._unread = {weight: stored[own] for own, weight in parameters.items()}
         changes = {weight: change_of(file.architecture, own) for own, weight in parameters.items()}
@@ -50,6 +52,11 @@ class UnreadWeights:
                 self._places.setdefault(weight, []).append((module, name))
         if weights != "bf16":
             self._tell_codes(weights)
+
+    def _set_buffer(self, model: PreTrainedModel, own: str, name: str) -> None:
+        """In fp32, as transformers keeps those of routers."""
+        owner, _, key = own.rpartition(".")
+        setattr(model.get_submodule(owner), key, self._file.dense(name))
 
     def _check_shape(self, weight: nn.Parameter) -> None:
         names = self._unread[weight]
@@ -109,7 +116,7 @@ class UnreadWeights:
 
 
 def open_model(
-    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str = "sdpa"
+    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str | None = None
 ) -> tuple[PreTrainedModel, UnreadWeights]:
     """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
     file = GGUFFile(path)
@@ -126,7 +133,7 @@ def open_model(
     return model.eval(), unread
 
 
-def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(path: str | Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
     model, unread = open_model(path, dtype, attention=attention)
     unread.fill(model)

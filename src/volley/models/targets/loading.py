@@ -128,7 +128,7 @@ def load_causal_lm(
     with bar_of_a_long_load():
         if is_gguf(path):
             kind = torch.float32 if isinstance(dtype, str) else dtype
-            return load_gguf(path, kind, attention or "sdpa").to(device)
+            return load_gguf(path, kind, attention).to(device)
         config = load_config(path, causal=True)
         kind = auto_class(config)
         if device.type == "cpu" and (model := _mapped(kind, path, config, dtype, attention)):
