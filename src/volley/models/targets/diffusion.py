@@ -16,7 +16,7 @@ from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.canvases import check_causal, read_kind
 from volley.models.targets.families import JOINT, DiffusionFamily, family_of
 from volley.models.targets.folders import check_files
-from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
+from volley.models.targets.loading import announce_download, bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
@@ -61,6 +61,7 @@ def load_target(
     values, kind = read_kind(path)
     if drafted:
         check_causal(path, kind)
+    announce_download(path)
     remedy, family = f"give a hub name or a folder with {TARGET_FILES}", family_of(kind)
     if weights not in ("auto", "bf16") and family is not None:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
