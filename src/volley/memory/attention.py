@@ -310,10 +310,8 @@ def _build_group(
         every = np.empty((len(segments), longest), dtype=np.int64)
         for row, segment, first in zip(every, segments, firsts, strict=True):
             own = segment.table.slot_array(first, segment.end)
-            row[: len(own)], row[len(own) :] = (
-                own,
-                own[0],
-            )  # a weight of 0 does not hide a NaN in another request's slot
+            row[: len(own)] = own
+            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN in another request's slot
         slots = torch.from_numpy(every.ravel())
         visible = _visible(segments, np.array(firsts), length, longest, options)
     bias = None
