@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as tf
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.models.gguf.files import SHAPE, VOCAB, add_tokenizer, row_order
+from tests.models.gguf.files import SHAPE, row_order
 
 ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -85,7 +85,8 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
     "olmo2": ("olmo2", lambda: config(tf.Olmo2Config)),
-    "olmo3": ("olmo2", lambda: config(tf.Olmo3Config, sliding_window=8, num_hidden_layers=5)),
+    "olmo3": ("olmo2", lambda: config(tf.Olmo3Config, sliding_window=8, num_hidden_layers=5, rope_parameters={
+        "full_attention": {**ROTARY, "rope_theta": 5e4}, "sliding_attention": dict(ROTARY)})),
     "qwen2moe": ("qwen2moe", lambda: config(tf.Qwen2MoeConfig, **SHARED)),
     "qwen3next": ("qwen3next", lambda: config(tf.Qwen3NextConfig, **DELTA, **SHARED, rope_parameters=dict(QUARTER))),
     "qwen35": ("qwen35", lambda: config(tf.Qwen3_5TextConfig, **DELTA, rope_parameters=dict(AXES))),
@@ -206,7 +207,11 @@ def _olmo(own: Any) -> dict[str, Any]:
     if not hasattr(own, "layer_types"):
         return {}
     slides = [kind == "sliding_attention" for kind in own.layer_types]
-    return {"attention.sliding_window": own.sliding_window, "attention.sliding_window_pattern": slides}
+    return {
+        "rope.freq_base_swa": own.rope_parameters["sliding_attention"]["rope_theta"],
+        "attention.sliding_window": own.sliding_window,
+        "attention.sliding_window_pattern": slides,
+    }
 
 
 def _mixture(own: Any) -> dict[str, Any]:
@@ -449,12 +454,10 @@ def stored_weights(model: PreTrainedModel, architecture: str) -> dict[str, Tenso
     return found
 
 
-def write(
-    path: Path, model: PreTrainedModel, architecture: str, *, keys: dict[str, Any] | None = None, tokenizer: Any = None
-) -> Path:
-    """Write ``model`` in fp32; ``keys`` are put in as well, or left out where they are ``None``."""
+def write(path: Path, model: PreTrainedModel, architecture: str, kind: str = "F32") -> Path:
+    """Write ``model``; ``kind`` is the type of matrices whose rows are whole blocks."""
     writer = GGUFWriter(path, architecture)
-    for key, value in {**keys_of(architecture, model.config), **(keys or {})}.items():
+    for key, value in keys_of(architecture, model.config).items():
         name = f"{architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -464,13 +467,13 @@ def write(
             writer.add_string(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
-        elif value is not None:
+        else:
             writer.add_float32(name, value)
     for name, weight in stored_weights(model, architecture).items():
-        writer.add_tensor(name, np.ascontiguousarray(weight.float().numpy()))
-    if tokenizer is not None:
-        assert len(tokenizer) <= VOCAB
-        add_tokenizer(writer, tokenizer)
+        data = np.ascontiguousarray(weight.float().numpy())
+        is_plain = kind == "F32" or weight.dim() != 2 or weight.shape[1] % 32 or "ffn_gate_inp" in name
+        own = GGMLQuantizationType["F32" if is_plain else kind]
+        writer.add_tensor(name, quantize(data, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

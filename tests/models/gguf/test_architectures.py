@@ -10,7 +10,7 @@ from tests.models.gguf.files import VOCAB
 from tests.tiny import greedy
 from volley import Engine, SamplingParams
 from volley.models.gguf.architectures import ARCHITECTURES
-from volley.models.gguf.model import load_model
+from volley.models.gguf.model import load_model, open_model
 from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
@@ -41,3 +41,16 @@ def test_answers_are_transformers(tmp_path: Path, case: str) -> None:
     engine = Engine(Target(load_model(path, torch.float32)))
     answers = [result.token_ids for result in engine.generate(PROMPTS, SamplingParams(max_tokens=20))]
     assert answers == [greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_are_those_of_the_file(tmp_path: Path, case: str) -> None:
+    """Whatever was done to the order of their rows."""
+    path = write(tmp_path / "model.gguf", random_model(case), CASES[case][0], "Q8_0")
+    model, _ = open_model(path, torch.bfloat16, "int8")
+    dense, found = load_model(path, torch.float32), 0
+    for name, module in model.named_modules():
+        if source := getattr(module, "stored_codes", None):
+            codes, found = source().rows(slice(None)).dense(), found + 1
+            assert torch.equal(codes, dense.get_submodule(name).weight), name
+    assert found > 10

@@ -235,6 +235,7 @@ def _phi_3(file: GGUFFile) -> Values:
             "long_factor": file.dense(LONG_FACTORS).tolist(),
             "attention_factor": float(file.require("rope.scaling.attn_factor")),
             "original_max_position_embeddings": context,
+            "factor": file.require("context_length") / context,
         }
     return {
         "rope_parameters": values,
@@ -468,7 +469,7 @@ def _olmo(file: GGUFFile) -> Values:
     if _olmo_3(file) is None:
         return {}
     full = rope(file)
-    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    local = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", full["rope_theta"]))}
     return {
         "sliding_window": file.require("attention.sliding_window"),
         "layer_types": layer_types(file, 4),
