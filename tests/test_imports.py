@@ -1,4 +1,4 @@
-"""transformers without PyTorch's compiler: in processes of their own, as imports last."""
+"""What is not imported until it is needed: in processes of their own, as imports last."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from textwrap import dedent
 
 from volley import Engine, SamplingParams
 
-HEAVY = ("torch._dynamo", "sympy", "torch.distributed.tensor")
+HEAVY = ("torch._dynamo", "sympy", "torch.distributed.tensor", "gguf")
 
 
 def run(script: str, *, path: Path | None = None) -> list[str]:

@@ -29,6 +29,10 @@ QUESTIONS = [
     "If I have 3 apples and buy 5 more, how many are there?",
 ]
 MAX_TOKENS = 64
+VOCABULARIES = [
+    "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35",
+    "refact", "starcoder",
+]  # fmt: skip
 DRAFTED = 1024  # tokens of a reduced vocabulary
 CANDIDATES = 2048  # so many that the walk over the best of each position is the walk over all; 256 are too few
 
@@ -116,7 +120,7 @@ def test_files_of_llama_cpps_own_tools(files: Files, tmp_path: Path) -> None:
         assert own.accepted > 5
 
 
-@pytest.mark.parametrize("vocabulary", ["gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_text_is_cut_as_llama_cpp_cuts_it(vocabulary: str) -> None:
     """Vocabularies of real models, with texts and their tokens, that come with llama.cpp's source."""
     file = SOURCE / "models" / f"ggml-vocab-{vocabulary}.gguf"

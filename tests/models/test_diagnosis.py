@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.gguf.files import random_model, write_model
 from tests.tiny import VOCAB, eager_model, random_drafter, target_config
 from volley.files import BUNDLED_TARGETS, read_json, write_atomically
 from volley.models.checkpoints.checkpoint import HeadConfig
@@ -45,6 +46,19 @@ def test_a_sound_drafter_is_described(folder: Path, form: Any, title: str) -> No
     assert found.facts["for a target of"] == "4 layers, hidden size 32, 50 tokens"
     assert found.facts["weights"].startswith("25 tensors, BF16, 0.")
     assert found.facts["loads in"] == "volley, vLLM, llama.cpp, SGLang, transformers"
+
+
+def test_a_gguf_file_of_an_unknown_architecture_is_called_a_target(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3"), "qwen3")
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"mamba"))
+    found = diagnose(path)
+    assert (found.title, found.of_target) == ("a target of architecture mamba", True)
+    (problem,) = found.problems
+    assert "volley reads GGUF files of llama, qwen2" in problem
+    path.write_bytes(path.read_bytes()[:200])
+    found = diagnose(path)
+    assert found.title == "no GGUF file that volley can read"
+    assert "truncated or damaged" in found.problems[0]
 
 
 def test_names_of_what_is_bundled_stand_for_its_folders(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from volley.decode.rules import Bits, Constraint, is_in
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError, InputError
 from volley.grammar import Grammar
 
@@ -83,7 +84,7 @@ class Grammars:
         if matcher.is_error():
             problem = _first_line(matcher.get_error())
             if grammar.kind == "json_schema":
-                pointer, problem = self._locate(json.loads(grammar.source), grammar.whitespace, problem)
+                pointer, problem = self._locate(_schema_of(grammar), grammar.whitespace, problem)
                 raise ConfigError(f"the JSON schema cannot be used, at {pointer or 'its root'}: {problem}")
             raise ConfigError(f"the {grammar.kind} grammar cannot be used: {problem}")
         return matcher
@@ -171,7 +172,7 @@ def _text_for_library(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            return _schema_text(json.loads(grammar.source), grammar.whitespace)
+            return _schema_text(_schema_of(grammar), grammar.whitespace)
         case "regex":
             text = LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
@@ -186,6 +187,13 @@ def _text_for_library(grammar: Grammar) -> str:
                 told = shorten(str(error) or type(error).__name__, _LONGEST_MESSAGE)
                 raise ConfigError(f"the ebnf grammar cannot be used: {told}") from None
     return str(text)
+
+
+def _schema_of(grammar: Grammar) -> dict[str, Any]:
+    try:
+        return enforceable(json.loads(grammar.source))
+    except RecursionError:
+        raise ConfigError("the JSON schema cannot be read; nest it less deeply, with $defs and $ref") from None
 
 
 def _schema_text(schema: dict[str, Any], whitespace: str) -> str:

@@ -31,7 +31,6 @@ from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetShape
 from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.gguf.target import CLASSES
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
 from volley.models.targets.canvases import canvases
@@ -109,10 +108,14 @@ def holds_target(path: str | Path) -> bool:
 
 
 def _is_gguf_target(path: Path) -> bool:
+    """Whether the file is no drafter's; one that cannot be opened counts as a drafter's, of which it is said what is wrong."""
     try:
-        return GGUFFile(path).architecture in CLASSES
+        return GGUFFile(path).architecture not in _DRAFTERS
     except VolleyError:
-        return False  # what is wrong with the file is said of a drafter, too
+        return False
+
+
+_DRAFTERS = {"dflash", "eagle3"}  # architectures of GGUF files
 
 
 def _diagnose_target(path: Path) -> Diagnosis:
@@ -121,6 +124,8 @@ def _diagnose_target(path: Path) -> Diagnosis:
     if kind is not None:
         found.facts["canvases"] = kind
     try:
+        if is_gguf(path):
+            found.title = f"a target of architecture {GGUFFile(path).architecture}"
         config = load_config(path)
         text = config.get_text_config()
         found.title = f"a target of type {config.model_type}"
@@ -165,7 +170,7 @@ def _describe_quantisation(quantisation: Quantisation) -> dict[str, str]:
 
 
 def _diagnose_gguf(path: Path, target: str | None) -> Diagnosis:
-    found = Diagnosis()
+    found = Diagnosis("no GGUF file that volley can read")
     try:
         config, tensors = vars(read_checkpoint(path)).values()
     except VolleyError as error:

@@ -25,24 +25,24 @@ INLINE float of_bits(int32_t bits) {
     return value;
 }
 
-/* Four codes at a time, of row ``row`` in a block; int8 begins at -128. */
-INLINE void put_int8(const int8_t *codes, int size, uint8_t *block, int64_t row) {
-    for (int quad = 0; quad < size / 4; quad++) {
-        uint32_t four;
-        memcpy(&four, codes + 4 * quad, 4);
-        four ^= 0x80808080;
-        memcpy(block + quad * 4 * BLOCK + row * 4, &four, 4);
+/* The codes of 32 inputs of row ``row`` in a block, [lines of 64 bytes][16][4], four at a time. Eight bits: a line for each quad of
+ * inputs. Fewer: lines with the low four bits (two, below four) of a quad beside those of the next ones; then lines with the
+ * third or fifth bits of all eight quads, or the two highest of six of four quads. */
+INLINE void put_pack(int64_t kind, const int8_t *codes, uint8_t *pack, int64_t row) {
+    int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
+    uint32_t quads[8], zero = (FORMATS[kind].table ? 0 : FORMATS[kind].zero) * 0x01010101u;
+    for (int quad = 0; quad < 8; quad++) {
+        memcpy(quads + quad, codes + 4 * quad, 4);
+        quads[quad] = (quads[quad] & ((1 << bits) - 1) * 0x01010101u) ^ zero; /* zero is half of the range */
     }
-}
-
-/* Eight codes at a time, the first four in the low halves of bytes; int4 begins at -8. */
-INLINE void put_int4(const int8_t *codes, int size, uint8_t *block, int64_t row) {
-    for (int pair = 0; pair < size / 8; pair++) {
-        uint32_t low, high;
-        memcpy(&low, codes + 8 * pair, 4);
-        memcpy(&high, codes + 8 * pair + 4, 4);
-        low = ((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4) ^ 0x88888888;
-        memcpy(block + pair * 4 * BLOCK + row * 4, &low, 4);
+    for (int part = 0; part < 2; part++) { /* low bits, high bits */
+        int size = part ? high : low, from = part ? low : 0;
+        uint32_t mask = ((1 << size) - 1) * 0x01010101u;
+        for (int quad = 0; size && quad < 8; line++) {
+            uint32_t together = 0;
+            for (int place = 0; place < 8; place += size, quad++) together |= (quads[quad] >> from & mask) << place;
+            memcpy(pack + line * 64 + row * 4, &together, 4);
+        }
     }
 }
 
@@ -127,7 +127,7 @@ INLINE void int4_block(const void *weight, int is_wide, int64_t rows, int64_t in
         for (int r = 0; r < BLOCK; r++) {
             for (int i = 0; i < GROUP; i++) own[i] = values[i * BLOCK + r];
             whole_numbers(own, codes);
-            put_int4(codes, GROUP, block + at * BLOCK / 2, r);
+            for (int i = 0; i < GROUP; i += PACK) put_pack(INT4, codes + i, block + (at + i) * 2 * 4, r);
         }
         for (int64_t r = 0; r < rows; r++) scales[(r * inputs + at) / GROUP] = isfinite(extremes[r]) ? best[r] : NAN;
     }
@@ -148,7 +148,7 @@ INLINE void int8_row(const void *weight, int is_wide, int64_t inputs, uint8_t *b
         load(weight, is_wide, at, values);
         for (int i = 0; i < GROUP; i++) values[i] = rintf(values[i] / *scale);
         whole_numbers(values, codes);
-        put_int8(codes, GROUP, block + at * BLOCK, row);
+        for (int i = 0; i < GROUP; i += PACK) put_pack(INT8, codes + i, block + (at + i) * 2 * 8, row);
     }
 }
 
@@ -171,17 +171,18 @@ FOR_EACH_CPU static void round_block(int64_t kind, const void *weight, int64_t i
             int8_row((const bf16 *)weight + r * inputs, 0, inputs, block, r, scales + r);
 }
 
+#define PUT(kind)                                                                                   \
+    for (int64_t r = 0; r < BLOCK; r++)                                                             \
+        for (int64_t at = 0; at < inputs; at += PACK)                                               \
+            put_pack(kind, r < rows ? codes + r * inputs + at : none, block + at * 2 * FORMATS[kind].bits, r)
+
 FOR_EACH_CPU static void put_block(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *block) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t at = 0; at < inputs; at += FINE)
-            if (kind == INT8)
-                put_int8(codes + r * inputs + at, FINE, block + at * BLOCK, r);
-            else
-                put_int4(codes + r * inputs + at, FINE, block + at * BLOCK / 2, r);
+    static const int8_t none[PACK];
+    BY_KIND(kind, PUT)
 }
 
 #define EACH_BLOCK(to_block)                                                                        \
-    int64_t bytes = inputs * BLOCK * 2 >> kind, blocks = (rows + BLOCK - 1) / BLOCK;                \
+    int64_t bytes = inputs * 2 * FORMATS[kind].bits, blocks = (rows + BLOCK - 1) / BLOCK;                \
     _Pragma("omp parallel for")                                                                     \
     for (int64_t i = 0; i < blocks; i++) {                                                          \
         uint8_t *block = out + i * bytes;                                                           \

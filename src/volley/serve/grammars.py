@@ -16,6 +16,7 @@ from volley.serve.structural_tags import Structure, grammar_of_tags, read_tags
 
 class _Part(Strict):
     model_config = ConfigDict(populate_by_name=True)
+    may_ignore = False
 
 
 class JsonSchemaFormat(_Part):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.fields import Strict
@@ -14,12 +15,16 @@ from volley.serve.markers import TERMINALS, Markers
 class Structure(Strict):
     """A tag: what it begins with, the schema of what is inside, and what it ends with."""
 
+    may_ignore = False
+
     begin: str = Field(min_length=1)
     schema_: Any = Field(None, alias="schema", description="The JSON schema of what is inside; any JSON without one.")
     end: str
 
 
 class StructuralTag(Strict):
+    may_ignore = False
+
     type: Literal["structural_tag"] = "structural_tag"
     structures: list[Structure] = Field(min_length=1)
     triggers: list[str] = Field(min_length=1)
@@ -70,6 +75,6 @@ def _under(trigger: str, tag: StructuralTag) -> list[Structure]:
 def _inside(structure: Structure, trigger: str, markers: Markers) -> str:
     """A tag behind its trigger, in Lark."""
     schema = json.loads(Grammar.json_schema(True if structure.schema_ is None else structure.schema_).source)
-    inner = json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    inner = json.dumps({**enforceable(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}})
     begin = markers.literal(structure.begin.removeprefix(trigger))
     return f"{begin} %json {inner} {markers.literal(structure.end)}"

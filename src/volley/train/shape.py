@@ -94,20 +94,6 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
     )
 
 
-@torch.no_grad()
-def start_at_head(drafter: Drafter, target: PreTrainedModel) -> None:
-    """Give a new drafter the scale of the target's last norm: its states go through the same head."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or weight.shape != drafter.norm.weight.shape:
-        return
-    probe = torch.ones_like(weight)
-    probe[1::2] = -1  # of mean 0 and size 1, which every kind of norm leaves alone but for its scale
-    scale = (norm(probe[None])[0] / probe).float()
-    if bool(scale.isfinite().all()):
-        drafter.norm.weight.copy_(scale)
-
-
 def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
     """The drafter in ``path`` in fp32; an error if it is another target's."""
     drafter = Drafter.from_pretrained(path, torch.float32)
@@ -119,10 +105,9 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
         raise ConfigError(
             f"the drafter in {path} has {drafter.config.untrained}, which volley does not train; name another"
         )
-    if drafter.config.head is not None and drafter.config.head.type == "dspark":
-        raise ConfigError(
-            f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
-        )
+    if not drafter.config.is_trained_here:
+        what = "drafts from the anchor's slot" if drafter.head is None else "has a Markov head in tables"
+        raise ConfigError(f"the drafter in {path} {what}, which volley does not train; name another")
     check_ends(path, target)
     return drafter
 

@@ -1,7 +1,7 @@
 """GGUF files of tiny random models, written with the ``gguf`` package as llama.cpp's converter would."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,16 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         }
     ),
 }
-K_SIZES = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)), "IQ4_XS": (136, (0,))}
-"""Bytes of a block of 256 columns, and where its fp16 numbers lie."""
+HALVES = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    "IQ4_XS": (0,),
+    "IQ4_NL": (0,),
+}
+"""Where the fp16 numbers of a block lie, of types that the package cannot quantise to."""
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -154,11 +162,11 @@ def fill(model: PreTrainedModel, family: str, stored: Mapping[str, Tensor]) -> N
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Rows of a K type: any bytes are valid codes, only the fp16 numbers must be small. The package cannot quantise to them."""
-    size, halves = K_SIZES[kind]
-    rows = generator.integers(0, 256, (*shape[:-1], shape[-1] // 256 * size), dtype=np.uint8)
+    """Rows of such a type: any bytes are valid codes, only the fp16 numbers must be small."""
+    columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rows = generator.integers(0, 256, (*shape[:-1], shape[-1] // columns * size), dtype=np.uint8)
     blocks = rows.reshape(-1, size)
-    for place in halves:
+    for place in HALVES[kind]:
         small = generator.uniform(0.5e-4, 1.5e-4, (len(blocks), 1)).astype(np.float16)
         blocks[:, place : place + 2] = small.view(np.uint8)
     return rows
@@ -168,7 +176,7 @@ def encode(name: str, weight: NDArray[Any], kind: str, generator: np.random.Gene
     """``weight`` as ``kind``; norms and biases stay in fp32."""
     if weight.ndim < 2 or kind == "F32":
         return np.ascontiguousarray(weight, dtype=np.float32)
-    if kind in K_SIZES:
+    if kind in HALVES:
         return random_blocks(weight.shape, kind, generator)
     found: NDArray[Any] = gguf.quantize(np.ascontiguousarray(weight, np.float32), GGMLQuantizationType[kind])
     return found
@@ -183,9 +191,13 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
+    tensors_a_part: int = 0,
 ) -> Path:
-    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family."""
-    config, writer = model.config, GGUFWriter(path, family)
+    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family.
+
+    With ``tensors_a_part`` the first of several parts is returned.
+    """
+    config, writer = model.config, GGUFWriter(path, family, split_max_tensors=tensors_a_part)
     rope = config.rope_parameters
     values = {
         "context_length": config.max_position_embeddings,
@@ -224,20 +236,23 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
 
 
-def add_tokenizer(writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2") -> None:
-    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template."""
+def add_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, split: str = "gpt-2", *, tokens: Sequence[str] = (), merges: Sequence[str] = ()
+) -> None:
+    """A byte-level BPE tokenizer with its merges, special and other added tokens, and chat template; ``tokens`` come last."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    tokens = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])]
+    texts = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])] + [*tokens]
     types = dict.fromkeys(tokenizer.all_special_tokens, 3)
     types |= {str(token): 3 if token.special else 4 for token in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types([types.get(token, 1) for token in tokens])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_token_list(texts)
+    writer.add_token_types([types.get(token, 1) for token in texts])
+    own = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges([*own, *merges])
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models.gguf.files import (
     FAMILIES,
-    K_SIZES,
+    HALVES,
     bpe_tokenizer,
     decoded,
     fill,
@@ -30,6 +30,7 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.header import read_header
 from volley.models.gguf.model import load_model
 from volley.models.gguf.target import stop_tokens
+from volley.models.targets.sampling_defaults import sampling_defaults
 from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
@@ -68,7 +69,7 @@ def test_quantised_files_are_what_the_package_decodes(
 ) -> None:
     wide = (
         {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-        if kind in K_SIZES or kind == "mixed"
+        if kind in HALVES or kind == "mixed"
         else {}
     )
     model = random_model("llama", **wide)
@@ -150,6 +151,21 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
     assert not is_gguf("org/name")
 
 
+def test_sampling_defaults_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = GGUFWriter.write_header_to_file
+
+    def with_sampling(writer: GGUFWriter, *args: Any) -> None:
+        for name, value in (("temp", 0.6), ("top_p", 0.95), ("penalty_repeat", 1.1)):
+            writer.add_float32(f"general.sampling.{name}", value)
+        writer.add_int32("general.sampling.top_k", 20)
+        finish(writer, *args)
+
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", with_sampling)
+    model = load_model(write_model(tmp_path / "model.gguf", random_model("llama"), "llama"), torch.float32)
+    own = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1, "top_k": 20}
+    assert sampling_defaults(model.generation_config) == own
+
+
 def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reads = tmp_path / "model.gguf", list[Path]()
     write_model(path, random_model("qwen3"), "qwen3", tokenizer=bpe_tokenizer())
@@ -172,7 +188,16 @@ def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, m
         ),
         ({"qwen3.block_count": None}, CheckpointError, "has no key qwen3.block_count"),
         ({"qwen3.rope.dimension_count": 8}, UnsupportedModelError, "rope.dimension_count is 8 with heads of 24"),
-        ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model; put them together with .*--merge"),
+        (
+            {"split.count": 3},
+            CheckpointError,
+            r"is one of 3 parts of a model, .* found by their names.*-00001-of-00003.gguf",
+        ),
+        (
+            {"qwen3.attention.scale": 0.5},
+            UnsupportedModelError,
+            r"qwen3.attention.scale is 0.5, which .* does not read this key",
+        ),
         (
             {"llama.expert_count": 8},
             UnsupportedModelError,
@@ -237,6 +262,20 @@ def test_a_type_of_tensor_that_the_package_does_not_know_is_named(tmp_path: Path
     path.write_bytes(whole)
     with pytest.raises(UnsupportedModelError, match=r"tensor of type 99, which the package gguf .*pip install -U gguf"):
         Target.from_pretrained(path)
+
+
+def test_any_part_stands_for_the_whole_model(tmp_path: Path) -> None:
+    model, tokenizer = random_model("qwen3"), bpe_tokenizer()
+    first = write_model(tmp_path / "model.gguf", model, "qwen3", tokenizer=tokenizer, tensors_a_part=13)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert (len(parts), parts[0]) == (3, first)
+    for part in parts:
+        assert answers(part) == expected(model)
+        target = Target.from_pretrained(part, dtype=torch.float32)
+        assert target.tokenizer("the then")["input_ids"] == tokenizer("the then")["input_ids"]
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.gguf is not beside it; fetch every part"):
+        load_model(parts[2], torch.float32)
 
 
 def test_a_file_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The package ``gguf`` decodes every type, and volley's library, where it was buil
 PyTorch's, ``[out, in]``.
 """
 
+import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import version
@@ -19,9 +20,7 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.header import MAGIC, READ_TYPES, Header, gguf_package, read_header, read_strings
 from volley.native import blocks
 
-TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-CONTROL = 3
-"""The type of tokens that end a text or a turn."""
+_TOKENS = "tokenizer.ggml.tokens"
 _INTEGERS = {"I8", "I16", "I32", "I64"}
 _PLAIN = {"F32", "F16", "BF16", *_INTEGERS}
 YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
@@ -50,31 +49,58 @@ def is_gguf(path: str | Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-@lru_cache(maxsize=2)
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@lru_cache(maxsize=8)
 def _known_header(path: Path, _size: int, _changed: int) -> Header:
     """A load opens its file several times."""
-    header = read_header(path)
-    parts = int(header.metadata.get("split.count", 1))
-    if parts > 1:
-        raise UnsupportedModelError(
-            f"{path} is one of {parts} parts of a model; put them together with llama.cpp's "
-            "llama-gguf-split --merge FIRST_PART WHOLE.gguf and give the whole file"
+    return read_header(path)
+
+
+def _header(path: Path) -> Header:
+    _check_magic(path)
+    stat = path.stat()
+    return _known_header(path.absolute(), stat.st_size, stat.st_mtime_ns)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a model of which ``path`` is one, in their order: several where llama.cpp split it."""
+    number = int(_header(path).metadata.get("split.count", 1))
+    if number < 2:
+        return [path]
+    named = _PART.fullmatch(path.name)
+    if named is None or int(named[3]) != number:
+        raise CheckpointError(
+            f"{path} is one of {number} parts of a model, which are found by their names; give it back the name that ends in "
+            f"-00001-of-{number:05}.gguf, as llama.cpp writes it"
         )
-    return header
+    parts = [path.with_name(f"{named[1]}-{part:05}-of-{number:05}.gguf") for part in range(1, number + 1)]
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise CheckpointError(
+            f"{path} is one of {number} parts of a model, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            "beside it; fetch every part into one folder"
+        )
+    return parts
 
 
 class GGUFFile:
-    """One file; tensors stay on the disk until they are asked for."""
+    """A model in one file, or in several parts; tensors stay on the disk until they are asked for."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._package = gguf_package()
-        _check_magic(self.path)
-        stat = self.path.stat()
-        header = _known_header(self.path.absolute(), stat.st_size, stat.st_mtime_ns)
-        self.metadata, self._strings, self._tensors = header
+        parts = _parts(self.path)
+        headers = [_header(part) for part in parts]
+        self.metadata, self._strings = headers[0].metadata, headers[0].strings
         """``metadata`` has no arrays of strings (:meth:`strings`)."""
-        self._bytes = np.memmap(self.path, np.uint8, "r")
+        self._mapped = [np.memmap(part, np.uint8, "r") for part in parts]
+        self._first = parts[0]
+        self._tensors = {name: one for header in headers for name, one in header.tensors.items()}
+        self._part_of = {name: part for part, header in enumerate(headers) for name in header.tensors}
+        if len(self._tensors) < sum(len(header.tensors) for header in headers):
+            raise CheckpointError(f"{self.path}: two parts hold the same tensor; fetch or convert them again")
+        self._read = set[str]()
 
     @property
     def architecture(self) -> str:
@@ -87,11 +113,11 @@ class GGUFFile:
 
     @property
     def num_tokens(self) -> int:
-        return self._strings[TOKENS].number if TOKENS in self._strings else 0
+        return self._strings[_TOKENS].number if _TOKENS in self._strings else 0
 
     def strings(self, key: str) -> list[str]:
         """The strings of an array, which are read whenever they are asked for."""
-        return read_strings(self.path, self._bytes.data, self._strings[key])
+        return read_strings(self._first, self._mapped[0].data, self._strings[key])
 
     @property
     def string_keys(self) -> list[str]:
@@ -99,24 +125,30 @@ class GGUFFile:
         return list(self._strings)
 
     @property
-    def control_tokens(self) -> dict[int, str]:
-        """Tokens that are found in text as they are spelled and have a meaning, by their numbers."""
-        types = self.metadata.get(TOKEN_TYPES, []) if self.num_tokens else []
-        if CONTROL not in types:
-            return {}
-        return {
-            token: text
-            for token, (text, kind) in enumerate(zip(self.strings(TOKENS), types, strict=False))
-            if kind == CONTROL
-        }
-
-    @property
     def has_tokenizer(self) -> bool:
         return self.num_tokens > 0 and "tokenizer.ggml.model" in self.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of ``{architecture}.{key}``."""
+        self._read.add(key)
         return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A number that may be given for each layer, where all must have the same."""
+        value = self.require(key) if default is None else self.get(key, default)
+        values = {*value} if isinstance(value, list) else {value}
+        if len(values) != 1:
+            raise UnsupportedModelError(
+                f"{self.path}: {key} differs between layers ({value}), which is not supported. "
+                "Give the model's Hugging Face folder instead"
+            )
+        return int(values.pop())
+
+    def unread_keys(self) -> list[str]:
+        """Keys of the architecture that :meth:`get` was not asked for."""
+        start = f"{self.architecture}."
+        keys = [key.removeprefix(start) for key in self.metadata if key.startswith(start)]
+        return [key for key in keys if key not in self._read]
 
     def require(self, key: str) -> Any:
         """The value of ``{architecture}.{key}``; an error if there is none."""
@@ -197,7 +229,8 @@ class GGUFFile:
 
     def _data(self, name: str, rows: Rows | None) -> NDArray[Any]:
         one = self._tensors[name]
-        data = np.asarray(self._bytes[one.offset : one.offset + one.nbytes]).view(one.dtype).reshape(one.stored_shape)
+        mapped = self._mapped[self._part_of[name]][one.offset : one.offset + one.nbytes]
+        data = np.asarray(mapped).view(one.dtype).reshape(one.stored_shape)
         return data if rows is None else rows(data)
 
     def __iter__(self) -> Iterator[str]:

@@ -7,18 +7,36 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import EMBEDDING, EXACT, HEAD, FileCodes, describe, plan
+from volley.models.gguf.codes import EMBEDDING, HEAD, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
-from volley.models.gguf.target import check_names, read_config, row_order, scale_frequencies, stop_tokens, weight_names
+from volley.models.gguf.target import (
+    change_of,
+    check_names,
+    read_config,
+    row_order,
+    scale_frequencies,
+    stop_tokens,
+    weight_names,
+)
 from volley.models.layers.fingerprint import stride
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
+from volley.native.formats import STORED
 
 log = logging.getLogger("volley")
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys below ``general.sampling`` that llama.cpp's converter writes, and transformers' names."""
 
 
 class UnreadWeights:
@@ -30,10 +48,14 @@ class UnreadWeights:
     def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
         self._file, self._config, self._dtype, self._files = file, model.config, model.dtype, MappedFiles()
         stored, parameters = weight_names(file), dict(model.named_parameters())
+        for own in [name for name in model.state_dict() if name not in parameters and name in stored]:
+            self._set_buffer(model, own, *stored.pop(own))
         check_names(file, parameters.keys() - stored.keys(), stored.keys() - parameters.keys())
-        for own, weight in parameters.items():
-            self._check_shape(stored[own], tuple(weight.shape))
         self._unread = {weight: stored[own] for own, weight in parameters.items()}
+        changes = {weight: change_of(file.architecture, own) for own, weight in parameters.items()}
+        self._changes = {weight: change for weight, change in changes.items() if change is not None}
+        for weight in parameters.values():
+            self._check_shape(weight)
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
@@ -41,24 +63,32 @@ class UnreadWeights:
         if weights != "bf16":
             self._tell_codes(weights)
 
-    def _check_shape(self, names: tuple[str, ...], wanted: tuple[int, ...]) -> None:
-        """``wanted`` is that of the model's weight, which several tensors may be parts of, side by side in dimension 1."""
-        for name in names:
-            found = self._file.shape(name)
-            whole = found if len(names) == 1 else (found[0], len(names) * found[1], *found[2:])
-            if whole != wanted:
-                raise CheckpointError(
-                    f"{self._file.path}: {name} has shape {found}, where the model has {wanted}; fetch or convert it again"
-                )
+    def _set_buffer(self, model: PreTrainedModel, own: str, name: str) -> None:
+        """In fp32, as transformers keeps those of routers."""
+        owner, _, key = own.rpartition(".")
+        setattr(model.get_submodule(owner), key, self._file.dense(name))
+
+    def _check_shape(self, weight: nn.Parameter) -> None:
+        names = self._unread[weight]
+        shapes = [self._file.shape(name) for name in names]
+        try:
+            found = tuple(self._made([torch.empty(shape, device="meta") for shape in shapes], weight).shape)
+        except RuntimeError:  # the change needs other shapes
+            found = ()
+        if found != tuple(weight.shape):
+            stored = " and ".join(f"{name} has shape {shape}" for name, shape in zip(names, shapes, strict=True))
+            raise CheckpointError(
+                f"{self._file.path}: {stored}, where the model has {tuple(weight.shape)}; fetch or convert it again"
+            )
 
     def _tell_codes(self, weights: Weights) -> None:
         kinds = plan(self._file, weights)
         for weight, (name, *_) in self._unread.items():
             modules = [module for module, _ in self._places[weight]]
             is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
-            kind = EXACT.get(self._file.type(name)) if is_embedding else kinds.get(name)
+            kind = STORED.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
-                if kind is not None and (is_embedding or type(module) is nn.Linear):
+                if kind is not None and weight not in self._changes and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
             if name in (HEAD, EMBEDDING):  # of which codes may be all that is read
@@ -74,20 +104,36 @@ class UnreadWeights:
             names = self._unread.pop(weight, ())
             if not names:
                 continue
-            dense = nn.Parameter(self._decoded(names), requires_grad=False)
+            dense = nn.Parameter(self._decoded(names, weight), requires_grad=False)
             for owner, own in self._places.pop(weight):
                 setattr(owner, own, dense)
 
-    def _decoded(self, names: tuple[str, ...]) -> Tensor:
+    def _decoded(self, names: tuple[str, ...], weight: nn.Parameter) -> Tensor:
         parts = []
         for name in names:
-            parts.append(self._file.dense_in(self._dtype, name, self._order(name)))
+            is_changed_vector = weight in self._changes and len(self._file.shape(name)) == 1
+            dtype = torch.float32 if is_changed_vector else self._dtype  # which is less exact
+            parts.append(self._file.dense_in(dtype, name, self._order(name)))
             self._files.forget_bytes(*self._file.place(name))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self._made(parts, weight).to(self._dtype).contiguous()
+
+    def _made(self, parts: list[Tensor], weight: nn.Parameter) -> Tensor:
+        change = self._changes.get(weight)
+        if change is not None:
+            return change(parts, self._config)
+        (found,) = parts
+        return found
+
+
+def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
+    """Set what a GGUF file says of sampling. Its numbers have single precision, so 0.6 is rounded back."""
+    for key, name in _SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            setattr(config, name, float(f"{value:.6g}") if isinstance(value, float) else value)
 
 
 def open_model(
-    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str = "sdpa"
+    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str | None = None
 ) -> tuple[PreTrainedModel, UnreadWeights]:
     """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
     file = GGUFFile(path)
@@ -97,6 +143,7 @@ def open_model(
     model.tie_weights()
     scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
+    _read_sampling(file, model.generation_config)
     unread = UnreadWeights(model, file, weights)
     said = _decoding(file, dtype) if weights == "bf16" else describe(file, weights)
     if said:
@@ -104,7 +151,7 @@ def open_model(
     return model.eval(), unread
 
 
-def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(path: str | Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
     model, unread = open_model(path, dtype, attention=attention)
     unread.fill(model)

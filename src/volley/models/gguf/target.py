@@ -1,52 +1,58 @@
 """What a GGUF file says of a target: transformers' config, and which of its weights each tensor is.
 
 transformers reads GGUF files too, but guesses what its config classes do not find (the head size of Qwen3, Llama 3's scaled
-rotary frequencies). Here every number comes from the file, and every tensor of the file must have a place.
+rotary frequencies). Here every number comes from the file, every key that describes the model must be read, and every tensor must
+have a place.
 """
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-import numpy as np
 import transformers
-from numpy.typing import NDArray
 from transformers import PretrainedConfig, PreTrainedModel
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, Rows
+from volley.models.gguf.architectures import (
+    ARCHITECTURES,
+    FOLDER,
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    Architecture,
+    Change,
+    rope,
+)
+from volley.models.gguf.file import UNREAD_SCALING, GGUFFile, Rows
+from volley.models.gguf.tokens import Tokens
 
-CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
-}
-"""transformers' classes by the file's architecture."""
-
-_WHOLE = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_OF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_down_exps": "mlp.experts.down_proj",
-}
-_DOWN_EXPERTS = "ffn_down_exps"
-_GATE_EXPERTS, _UP_EXPERTS = "ffn_gate_exps", "ffn_up_exps"  # one tensor in transformers
 ROPE_FACTORS = "rope_freqs.weight"
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OF_NO_WEIGHT = {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS}
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_WITHOUT_EFFECT = {
+    *("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"),
+    "rope.scaling.original_context_length",
+}
+_UNCHANGING: dict[str, tuple[Any, ...]] = {
+    **UNREAD_SCALING,
+    "attention.causal": (True,),
+    **dict.fromkeys(
+        (
+            *(
+                "expert_count",
+                "expert_used_count",
+                "expert_shared_count",
+                "expert_group_count",
+                "expert_group_used_count",
+            ),
+            *("leading_dense_block_count", "nextn_predict_layers", "attention.sliding_window", "attention.clamp_kqv"),
+            *("attn_logit_softcapping", "final_logit_softcapping", "attention.max_alibi_bias"),
+        ),
+        (0, 0.0),
+    ),
+    "expert_gating_func": (0, 1),
+    **dict.fromkeys(("expert_weights_scale", "residual_scale", "embedding_scale", "logit_scale"), (0.0, 1.0)),
+}
+"""Values of keys that are not read which change nothing."""
 
 
 def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
@@ -57,84 +63,67 @@ def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
         raise CheckpointError(f"{file.path} {' and '.join(parts)}; fetch or convert it again")
 
 
-def read_config(file: GGUFFile) -> PretrainedConfig:
-    """transformers' config of a file of a known architecture; an error that names the known ones otherwise."""
-    if file.architecture not in CLASSES:
+def described(file: GGUFFile) -> Architecture:
+    """The description of a file's architecture; an error that names the known ones if there is none."""
+    if file.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; volley reads GGUF files of "
-            f"{', '.join(CLASSES)}. Give the model's Hugging Face folder instead"
+            f"{', '.join(ARCHITECTURES)}. {FOLDER}"
         )
-    if file.architecture in ("llama", "qwen2") and file.get("expert_count", 0):
+    return ARCHITECTURES[file.architecture]
+
+
+def read_config(file: GGUFFile) -> PretrainedConfig:
+    """transformers' config of a file of a known architecture."""
+    known = described(file)
+    if file.architecture in ("llama", "qwen2", "granite") and file.get("expert_count", 0):
         raise UnsupportedModelError(
-            f"{file.path} holds a {file.architecture} model with experts, such as Mixtral; of these volley reads qwen3moe. "
-            "Give the model's Hugging Face folder instead"
+            f"{file.path} holds a {file.architecture} model with experts, such as Mixtral; of these volley reads qwen2moe "
+            f"and qwen3moe. {FOLDER}"
         )
-    hidden, heads = file.require("embedding_length"), file.require("attention.head_count")
-    head_dim = file.get("attention.key_length", hidden // heads)
-    for key in ("rope.dimension_count", "attention.value_length"):
+    own, has_experts = known.values(file), bool(file.get("expert_count", 0))
+    hidden, heads = file.require("embedding_length"), file.number("attention.head_count")
+    head_dim = own.get("head_dim") or file.get("attention.key_length", hidden // heads)
+    same = {"attention.value_length": "v_head_dim" not in own, "rope.dimension_count": not known.rotates_part}
+    for key in (key for key, must in same.items() if must):
         if file.get(key, head_dim) != head_dim:
             raise UnsupportedModelError(
-                f"{file.path}: {key} is {file.get(key)} with heads of {head_dim}; only equal sizes are supported. "
-                "Give the model's Hugging Face folder instead"
+                f"{file.path}: {key} is {file.get(key)} with heads of {head_dim}; only equal sizes are supported. {FOLDER}"
             )
     values = {
         "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.names else 0,
         "hidden_size": hidden,
-        "intermediate_size": file.require("feed_forward_length"),
+        "intermediate_size": file.number("feed_forward_length", 0 if has_experts else None),
         "num_hidden_layers": file.require("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.get("attention.head_count_kv", heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or file.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.require("context_length"),
         "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(file),
+        "rope_parameters": own.get("rope_parameters") or rope(file),
         "tie_word_embeddings": "output.weight" not in file.names,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
+        **own,
     }
-    if file.architecture == "llama":
-        values |= {name: f"blk.0.{key}.bias" in file.names for name, key in _LLAMA_BIASES.items()}
-    if file.architecture == "qwen3moe":
-        values |= {
-            "num_experts": file.require("expert_count"),
-            "num_experts_per_tok": file.require("expert_used_count"),
-            "moe_intermediate_size": file.require("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    config: PretrainedConfig = getattr(transformers, CLASSES[file.architecture][0])(**values)
-    config.architectures = [CLASSES[file.architecture][1]]
+    name, model = known.classes(file)
+    _check_read(file, known)
+    config: PretrainedConfig = getattr(transformers, name)(**values)
+    config.architectures = [model]
     return config
 
 
-_LLAMA_BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
-
-
-def _rope(file: GGUFFile) -> dict[str, Any]:
-    """transformers' rotary parameters; Llama 3's factors are a tensor (:func:`scale_frequencies`)."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 10_000.0))}
-    kind = file.get("rope.scaling.type", "linear")  # older files have a factor alone
-    if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(
-            f"{file.path} scales rotary positions by {kind!r}; none, linear and yarn are supported. "
-            "Give the model's Hugging Face folder instead"
-        )
-    file.refuse_unless_neutral(UNREAD_SCALING, "Give the model's Hugging Face folder instead")
-    factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
-    if kind == "none" or factor == 1.0:
-        return rope
-    if kind == "linear":
-        return {**rope, "rope_type": "linear", "factor": factor}
-    given = {key: file.get(f"rope.scaling.{name}") for key, name in YARN.items()}
-    return {
-        **rope,
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": file.require("rope.scaling.original_context_length"),
-        **{key: float(value) for key, value in given.items() if value is not None},
-    }
+def _check_read(file: GGUFFile, known: Architecture) -> None:
+    """Refuse a file with a key that describes the model and was not read."""
+    unchanging = {**_UNCHANGING, **known.unchanging}
+    for key in file.unread_keys():
+        value, usual = file.get(key), unchanging.get(key, ())
+        if key not in (_WITHOUT_EFFECT - known.unchanging.keys()) and value not in usual:
+            raise UnsupportedModelError(
+                f"{file.path}: {file.architecture}.{key} is {value!r}, which is not supported: volley does not read this key "
+                f"of {file.architecture} files. {FOLDER}"
+            )
 
 
 def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
@@ -149,51 +138,69 @@ def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
 
 def own_name(file: GGUFFile, name: str) -> str:
     """transformers' name of a tensor; an error if the model has no place for it."""
+    known = described(file)
+    found = _place(known, name)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{file.path} has a tensor {name}, for which {known.classes(file)[1]} has no place; {FOLDER[0].lower()}{FOLDER[1:]}"
+        )
+    return found
+
+
+def _place(known: Architecture, name: str) -> str | None:
     layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _OF_LAYER:
-        ending = "" if layer[2] == _DOWN_EXPERTS else f".{layer[3]}"
-        return f"model.layers.{layer[1]}.{_OF_LAYER[layer[2]]}{ending}"
-    stem, _, ending = name.rpartition(".")
-    if stem in _WHOLE and ending in ("weight", "bias"):
-        return f"{_WHOLE[stem]}.{ending}"
-    raise UnsupportedModelError(
-        f"{file.path} has a tensor {name}, for which {CLASSES[file.architecture][1]} has no place; "
-        "give the model's Hugging Face folder instead"
-    )
+    names = known.layer_names if layer else known.ends
+    own = layer[2] if layer else name
+    stem, _, ending = own.rpartition(".")
+    if own in names:
+        found = names[own]
+    elif stem in names and ending in ("weight", "bias"):
+        found = f"{names[stem]}.{ending}"
+    else:
+        return None
+    return f"model.layers.{layer[1]}.{found}" if layer else found
 
 
 def weight_names(file: GGUFFile) -> dict[str, tuple[str, ...]]:
     """The file's tensors that make up each weight, by transformers' name of it."""
+    order = {own: place for place, own in enumerate(described(file).layer_names)}
+    layers = file.require("block_count") - file.get("nextn_predict_layers", 0)
     found: dict[str, tuple[str, ...]] = {}
     for name in file:
-        if f".{_GATE_EXPERTS}." in name:
-            up = name.replace(_GATE_EXPERTS, _UP_EXPERTS)
-            found[f"model.layers.{name.split('.')[1]}.mlp.experts.gate_up_proj"] = name, up
-        elif name != ROPE_FACTORS and f".{_UP_EXPERTS}." not in name:
-            found[own_name(file, name)] = (name,)
-    return found
+        layer = _LAYER.fullmatch(name)
+        predicts_further = layer is not None and layers <= int(layer[1]) < file.require("block_count")
+        if name not in _OF_NO_WEIGHT and not predicts_further:
+            own = own_name(file, name)
+            found[own] = (*found.get(own, ()), name)
+    return {
+        own: tuple(sorted(names, key=lambda name: order.get(name.split(".", 2)[-1], 0))) for own, names in found.items()
+    }
 
 
 def row_order(architecture: str, name: str, config: Any) -> Rows | None:
-    """How to bring back the rows of queries and keys, which files of Llama store with the two halves of a head interleaved."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    if architecture != "llama" or heads is None:
+    """How to bring the rows of a tensor into transformers' order; ``None`` if they are."""
+    known = ARCHITECTURES[architecture]
+    found = _of(known.rows, _place(known, name))
+    return found(config) if found else None
+
+
+def change_of(architecture: str, name: str) -> Change | None:
+    """What makes transformers' weight ``name`` of the tensors that it is stored in; ``None`` if it is one of them."""
+    return _of(ARCHITECTURES[architecture].changes, name)
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _of(table: Mapping[str, _Entry], name: str | None) -> _Entry | None:
+    """The entry whose key ends ``name``, with or without what comes behind the last point."""
+    if name is None:
         return None
-
-    def order(data: NDArray[Any]) -> NDArray[Any]:
-        split = data.reshape(heads, len(data) // heads // 2, 2, *data.shape[1:])
-        return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)
-
-    return order
-
-
-ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
-"""Control tokens that end a turn or a text, whether or not the file says so."""
+    return next(
+        (value for key, value in table.items() if name.endswith(key) or name.rpartition(".")[0].endswith(key)), None
+    )
 
 
 def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
-    keys = ("eos", "eot", "eom")
-    found = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
-    by_text = [token for token, piece in file.control_tokens.items() if piece in ENDS]
-    return sorted({*(int(token) for token in found if token is not None), *by_text})
+    return Tokens(file).ends()

@@ -1,113 +1,149 @@
-"""The tokenizer of a GGUF file: transformers builds it, and what it does not look at is put right.
+"""The tokenizer of a GGUF file, which cuts text as llama.cpp does.
 
-GGUF names the tokens, the merges and one of llama.cpp's ways to split text. Text is tokenised as llama.cpp tokenises it.
+GGUF names the tokens, and either merges and one of llama.cpp's ways to cut text into words (byte-level BPE), or a score for each
+token (SentencePiece). Merges of SentencePiece follow from the scores.
 """
 
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.file import CONTROL, TOKEN_TYPES, TOKENS, GGUFFile
+from volley.models.gguf.file import GGUFFile
+from volley.models.gguf.splits import SPLITS, Split, pre_tokenizer
+from volley.models.gguf.tokens import CONTROL, UNKNOWN, USER_DEFINED, Tokens
 
-_LLAMA_3 = {
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
-}  # fmt: skip
-"""Ways to split text whose vocabularies hold whole words that their merges do not reach, and whose texts have a first token."""
-
-_USER_DEFINED = 4  # the other type of tokens that are found in text as they are spelled
+_TEMPLATE = "tokenizer.chat_template"
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The file's tokenizer and chat template."""
+    """The file's tokenizer and chat templates."""
     file = GGUFFile(path)
     if not file.has_tokenizer:
         raise CheckpointError(
             f"{path} holds no tokenizer; convert the model again with its tokenizer files beside its weights"
         )
-    kind, split = file.metadata["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
-    _check(file.path, kind, split)
-    tokenizer = _built(file)
+    tokens, kind = Tokens(file), file.metadata["tokenizer.ggml.model"]
     if kind == "gpt2":
-        tokenizer = _spelled_out(tokenizer, file)
-    backend = tokenizer.backend_tokenizer
-    if kind == "gpt2" and split in _LLAMA_3:
-        backend.model.ignore_merges = True
-    if kind == "llama":
-        first = [normalizers.Prepend("▁")] if file.metadata.get("tokenizer.ggml.add_space_prefix", True) else []
-        backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
-        backend.pre_tokenizer = None
-    if tokenizer.bos_token is not None:
-        usual = kind == "llama" or split in _LLAMA_3
-        tokenizer.add_bos_token = bool(file.metadata.get("tokenizer.ggml.add_bos_token", usual))
-    if tokenizer.eos_token is not None:
-        tokenizer.add_eos_token = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False))
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
-
-
-def _built(file: GGUFFile) -> Any:
-    """transformers' tokenizer of the file, which it is given alone: it prefers a ``tokenizer.json`` beside it.
-
-    An AutoTokenizer gives the same, and looks for the model's type first, with the package's reader, which takes seconds.
-    """
-    with TemporaryDirectory() as folder:
-        link = Path(folder) / "model.gguf"
-        link.symlink_to(file.path.absolute())
-        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=link.name)
-    tokenizer.name_or_path = str(file.path)
-    return tokenizer
-
-
-def _spelled_out(tokenizer: Any, file: GGUFFile) -> Any:
-    """With tokens such as DeepSeek's ``<｜User｜>`` as they are spelled, whose characters are not those that stand for bytes.
-
-    transformers takes them for bytes: it cuts them into pieces, and gives those that begin or end a text a second number. It also
-    adds GPT-2's ``<|endoftext|>`` where a vocabulary has none.
-    """
-    tokens, of_bytes = file.strings(TOKENS), set(pre_tokenizers.ByteLevel.alphabet())
-    types = file.metadata.get(TOKEN_TYPES) or [1] * len(tokens)
-    respelled = {
-        index: token
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, _USER_DEFINED) and not of_bytes.issuperset(token)
-    }
-    if not respelled and len(tokenizer) <= len(tokens):
-        return tokenizer
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, known = state["model"], set(respelled.values())
-    model["vocab"] = {token: index for token, index in model["vocab"].items() if index not in respelled}
-    model["vocab"] |= {token: index for index, token in respelled.items()}
-    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [one for one in state["added_tokens"] if one["content"] not in known and one["id"] < len(tokens)]
-    added += [
-        {"id": index, "content": token, "special": types[index] == CONTROL, **options}
-        for index, token in respelled.items()
-    ]
-    state["added_tokens"] = sorted(added, key=lambda one: int(one["id"]))
-    own = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    own = {name: token for name, token in own.items() if token in model["vocab"]}
-    found = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **own)
-    found.chat_template = tokenizer.chat_template
-    return found
-
-
-def _check(path: Path, kind: str, split: str) -> None:
-    """Refuse a way of splitting text that would silently become GPT-2's."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    if kind not in ("gpt2", "llama"):
+        split = _split(file)
+        backend, begins = _byte_level(file, tokens, split), split.begins
+    elif kind == "llama":
+        backend, begins = _sentencepiece(file, tokens), True
+    else:
         raise UnsupportedModelError(
             f"{path} has a tokenizer of type {kind!r}; gpt2 (byte-level BPE) and llama (SentencePiece) are supported. "
             "Give the model's Hugging Face folder instead"
         )
-    known = {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}
-    if kind == "gpt2" and split not in known:
+    _add_spelled(backend, tokens, strips_right=_is_phi_3(file))
+    named = {name: tokens.named(key) for name, key in _NAMED.items()}
+    texts: dict[str, Any] = {name: tokens.texts[token] for name, token in named.items() if token is not None}
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        add_bos_token="bos_token" in texts and bool(file.metadata.get("tokenizer.ggml.add_bos_token", begins)),
+        add_eos_token="eos_token" in texts and bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
+        clean_up_tokenization_spaces=False,
+        **texts,
+    )
+    found.name_or_path = str(file.path)
+    found.chat_template = _templates(file)
+    return found
+
+
+def _split(file: GGUFFile) -> Split:
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
         raise UnsupportedModelError(
-            f"{path} has a tokenizer that splits text as {split!r}; known are {', '.join(sorted(known))}. "
+            f"{file.path} has a tokenizer that splits text as {name!r}; known are {', '.join(sorted(SPLITS))}. "
             "Give the model's Hugging Face folder instead"
         )
+    return SPLITS[name]
+
+
+def _byte_level(file: GGUFFile, tokens: Tokens, split: Split) -> Tokenizer:
+    merges = [merge.split(" ", 1) for merge in file.strings("tokenizer.ggml.merges")]
+    backend = Tokenizer(_bpe(file, tokens, merges, ignore_merges=split.takes_whole_words))
+    backend.pre_tokenizer = pre_tokenizer(split)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(file: GGUFFile, tokens: Tokens) -> Tokenizer:
+    """With the best token first among those that two neighbours make, as SentencePiece merges."""
+    unknown = tokens.named("unknown")
+    backend = Tokenizer(
+        _bpe(
+            file,
+            tokens,
+            _merges_by_score(tokens.texts, file.metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens.texts)),
+            unk_token=None if unknown is None else tokens.texts[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.normalizer = normalizers.Sequence([*[normalizers.Prepend("▁")] * prefixed, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *[decoders.Strip(" ", 1, 0)] * prefixed,
+        ]
+    )
+    return backend
+
+
+def _bpe(file: GGUFFile, tokens: Tokens, merges: list[Any], **options: Any) -> models.BPE:
+    vocabulary = {text: token for token, text in enumerate(tokens.texts)}
+    try:
+        return models.BPE(vocabulary, [(first, second) for first, second in merges], **options)
+    except Exception as error:  # the package raises nothing narrower
+        raise CheckpointError(
+            f"{file.path}: its merges do not fit its tokens ({error}); fetch or convert it again"
+        ) from None
+
+
+def _merges_by_score(texts: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of tokens that make a third, the pairs of the best token first."""
+    known, found = set(texts), list[tuple[str, str]]()
+    for token in sorted(range(len(texts)), key=scores.__getitem__, reverse=True):
+        text = texts[token]
+        found += [
+            (text[:place], text[place:])
+            for place in range(len(text) - 1, 0, -1)
+            if text[:place] in known and text[place:] in known
+        ]
+    return found
+
+
+def _add_spelled(backend: Tokenizer, tokens: Tokens, *, strips_right: bool) -> None:
+    """Find tokens in text as they are spelled where they are of such a type; those that have a meaning are special."""
+    special, others = list[AddedToken](), list[AddedToken]()
+    for text, kind in zip(tokens.texts, tokens.types, strict=False):
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            strips = strips_right and text not in _NOT_STRIPPED
+            added = AddedToken(text, rstrip=strips, normalized=False, special=kind != USER_DEFINED)
+            (others if kind == USER_DEFINED else special).append(added)
+    backend.add_special_tokens(special)
+    backend.add_tokens(others)
+
+
+def _is_phi_3(file: GGUFFile) -> bool:
+    """Whether spaces behind special tokens belong to them, which llama.cpp too reads from the model's name."""
+    name = str(file.metadata.get("general.name", "")).lower()
+    return "phi-3" in name or "phi3" in name
+
+
+def _templates(file: GGUFFile) -> Any:
+    """The chat template; a dictionary of them by name where the file has several."""
+    named = {
+        key.removeprefix(f"{_TEMPLATE}."): text
+        for key, text in file.metadata.items()
+        if key.startswith(f"{_TEMPLATE}.")
+    }
+    default = file.metadata.get(_TEMPLATE)
+    return {**({} if default is None else {"default": default}), **named} if named else default

@@ -1,7 +1,7 @@
 """Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +39,8 @@ from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
 from volley.models.quantised.stored_codes import attach
-from volley.models.targets.canvases import NATIVE, check_causal, config_values, kind_of, read_kind
+from volley.models.targets.canvases import check_causal, config_values, kind_of, read_kind
+from volley.models.targets.families import family_of
 from volley.models.targets.folders import HUB_NAME, check_config_file
 from volley.native import TargetWeights, Weights
 
@@ -73,9 +74,12 @@ def load_config(path: str | Path, *, causal: bool = False) -> PretrainedConfig:
     values, kind = read_kind(path)
     if causal:
         check_causal(path, kind)
-    if kind in NATIVE:
+    family = family_of(kind)
+    if family is not None and family.architecture is not None:
         named = ("auto_map", "model_type", "architectures")
-        return AutoConfig.for_model(NATIVE[kind], **{name: own for name, own in values.items() if name not in named})
+        return AutoConfig.for_model(
+            family.architecture, **{name: own for name, own in values.items() if name not in named}
+        )
     try:
         with _unknown_refused(path, _known_type(path) or "a model whose type transformers knows"):
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -128,7 +132,7 @@ def load_causal_lm(
     with bar_of_a_long_load():
         if is_gguf(path):
             kind = torch.float32 if isinstance(dtype, str) else dtype
-            return load_gguf(path, kind, attention or "sdpa").to(device)
+            return load_gguf(path, kind, attention).to(device)
         config = load_config(path, causal=True)
         kind = auto_class(config)
         if device.type == "cpu" and (model := _mapped(kind, path, config, dtype, attention)):
@@ -211,13 +215,36 @@ def straight_to(device: torch.device) -> dict[str, Any]:
     return {"device_map": device} if device.type != "cpu" and find_spec("accelerate") else {}
 
 
+_TARGET_FILES = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_DRAFTER_FILES = ["*.json", "*.safetensors"]
+
+
+def announce_download(name: str | Path, files: Sequence[str] = _TARGET_FILES) -> None:
+    """Say how large the download of a hub's model is, before it begins; nothing for a path or for what is here already.
+
+    Where the hub is not reached, whoever loads the model says so.
+    """
+    if Path(name).exists() or is_gguf(name) or not HUB_NAME.fullmatch(str(name)):
+        return
+    try:
+        found = snapshot_download(str(name), allow_patterns=list(files), dry_run=True)
+    except Exception:  # the hub's client raises its own kinds, and those of the network
+        return
+    size = sum(file.file_size or 0 for file in found if file.will_download)
+    if size:
+        log.warning(
+            "%s: fetching %s from the hub", name, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+        )
+
+
 def drafter_path(name: str | Path) -> Path:
     """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
     path = Path(name)
     if path.exists() or is_gguf(path) or "/" not in str(name) or not HUB_NAME.fullmatch(str(name)):
         return path
+    announce_download(name, _DRAFTER_FILES)
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(str(name), allow_patterns=_DRAFTER_FILES))
     except Exception as error:  # the hub's client raises its own kinds, and those of the network
         raise _not_given("drafter", name, error) from error
 
@@ -236,7 +263,8 @@ def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
-    config = PretrainedConfig() if kind_of(config_values(path)) in NATIVE else None
+    family = family_of(kind_of(config_values(path)))
+    config = PretrainedConfig() if family is not None and family.architecture is not None else None
     with _unknown_refused(path, "one with a tokenizer.json"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     return tokenizer

@@ -1,0 +1,54 @@
+"""The tokens of a GGUF file: their types, and those that end a text or a turn.
+
+llama.cpp knows many by their text, whatever the file says of them. So do these.
+"""
+
+from volley.models.gguf.file import GGUFFile
+
+TOKENS = "tokenizer.ggml.tokens"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
+    "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+}  # fmt: skip
+_END_IF_CONTROL = "</s>"  # a mark of HTML in other vocabularies
+_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say them
+_END_OF_A_MESSAGE, _ENDS_OF_A_TURN = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+
+
+class Tokens:
+    """Texts and types of a file's tokens."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        stored = file.strings(TOKENS) if file.num_tokens else []
+        self.texts = [text or f"[EMPTY_{token}]" for token, text in enumerate(stored)]
+        self.types: list[int] = list(file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.texts))
+        self._by_text = self._ends_by_text()
+        for token in self._by_text:
+            self.types[token] = CONTROL
+
+    def named(self, name: str) -> int | None:
+        """The token that the file calls ``name``, such as ``bos``; ``None`` without one, or where it is beyond the last."""
+        usual = _SENTENCEPIECE if self._file.metadata.get("tokenizer.ggml.model") == "llama" else {}
+        found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
+        return int(found) if found is not None and found < len(self.texts) else None
+
+    def ends(self) -> list[int]:
+        """Tokens that end a text or a turn."""
+        named = {token for key in _KEYS if (token := self.named(key)) is not None}
+        return sorted(named.union(self._by_text))
+
+    def _ends_by_text(self) -> list[int]:
+        found = {
+            token: text
+            for token, text in enumerate(self.texts)
+            if text in _ENDS or (text == _END_IF_CONTROL and self.types[token] == CONTROL)
+        }
+        texts = set(found.values())
+        if any(ends <= texts for ends in _ENDS_OF_A_TURN):
+            found = {token: text for token, text in found.items() if text != _END_OF_A_MESSAGE}
+        return list(found)
