@@ -81,6 +81,11 @@ class Cell(NamedTuple):
     script: list[int]
     """What the model writes next; empty: what it likes."""
 
+    @property
+    def is_special(self) -> bool:
+        """Whether the markers are special tokens."""
+        return bool(self.row["marks"] == "special" or self.row["form"] == "gpt_oss")
+
     def ids(self, text: str, *, spelt: bool = False) -> list[int]:
         """The tokens of a text, each marker as its own token, or all of them ``spelt`` by ordinary ones."""
         inner = self.tokenizer.backend_tokenizer
@@ -91,8 +96,11 @@ class Cell(NamedTuple):
         marks = [one for one in MARKS[self.row["form"]] if inner.token_to_id(one) is not None]
         ids: list[int] = []
         for part in filter(None, re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]):
-            before = [] if part in marks else inner.encode("~", add_special_tokens=False).ids  # no first word
-            ids += inner.encode(("~" if before else "") + part, add_special_tokens=False).ids[len(before) :]
+            if part in marks:
+                ids.append(inner.token_to_id(part))
+            else:  # it is no first word
+                before = inner.encode("~", add_special_tokens=False).ids
+                ids += inner.encode(f"~{part}", add_special_tokens=False).ids[len(before) :]
         return ids
 
     def says(self, text: str, *, spelt: bool = False, **body: Any) -> tuple[dict[str, Any], str]:
@@ -239,8 +247,8 @@ def test_what_a_model_writes_is_taken_apart(cell: Cell, spelt: bool) -> None:
     text = "Grüße aus 東京: 1 < 2."
     message, reason = cell.says(thought(cell) + answer(cell, text), spelt=spelt)
     assert (message, reason) == ({"content": text, "reasoning": "Is it?" if thought(cell) else "", "calls": []}, "stop")
-    for strict in (False, True):
-        has_marks = spelt or not strict or cell.row["marks"] != "special"  # a special token is no text in a schema
+    for strict in (False,) if spelt else (False, True):  # text that a grammar forces has one spelling
+        has_marks = not strict or not cell.is_special  # a special token is no text in a schema
         arguments = {"city": "a </tool_call> <|end|> [ARGS] b ü" if has_marks else "a ü", "days": 3}
         said = thought(cell) + call_in(cell.form, "weather", arguments)
         message, reason = cell.says(said, spelt=spelt, tools=[tool(strict=strict)])
@@ -281,7 +289,9 @@ def test_a_form_comes_after_reasoning_that_ends_at_its_budget(cell: Cell) -> Non
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": FORCED}}
     budget = {"thinking_token_budget": 5} if cell.form.thinking else {}
     for tools in ({}, {"tools": [tool(FORCED)]}):
-        message, _ = cell.ask(response_format=schema, max_tokens=200, temperature=1, **budget, **tools)
+        asked: Any = {"response_format": schema, "max_tokens": 250, "temperature": 1, "parallel_tool_calls": False}
+        message, reason = cell.ask(**asked, **budget, **tools)
+        assert reason in ("stop", "tool_calls")
         found = [json.loads(own) for _, own in message["calls"]] or [json.loads(message["content"])]
         for one in found:
             validate(one, FORCED)

@@ -4,7 +4,7 @@ import json
 from functools import cache
 from typing import Any, Literal
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from volley.serve.formats import AnswerFormat, CallText, load_format
@@ -85,8 +85,9 @@ def made_up(split: Split, marks: Marks, form: str, template: Template, begin: Be
     if begin != "none":
         inner.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=BOS, eos_token=EOS, pad_token=PAD)
-    if marks != "text":
-        fast.add_tokens(MARKS[form], special_tokens=marks == "special")
+    if marks != "text" or form == "gpt_oss":
+        is_special = marks == "special" or form == "gpt_oss"  # whose markers always are
+        fast.add_tokens([AddedToken(one, normalized=False, special=is_special) for one in MARKS[form]])
     assert len(fast) <= VOCAB
     text = chat_template(form, as_text=template == "text_arguments", with_bos=begin == "template", thinks=thinks)
     fast.chat_template = text
