@@ -7,6 +7,7 @@ the same masks, so draft and target have the same support.
 
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -136,8 +137,10 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, known: Any, special_token_ids: list[int]) -> None:
+    def __init__(self, known: Any, special_token_ids: list[int], added: Collection[str]) -> None:
+        """``added`` are the added tokens that are text."""
         self._known, self.special_token_ids = known, special_token_ids
+        self._added = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self.eos_token_id = known.eos_token
         self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
 
@@ -145,7 +148,16 @@ class _Vocabulary:
         if not isinstance(text, str):
             raise TypeError("it takes text")  # which tells llguidance not to give bytes
         tokens: list[int] = self._known.tokenize_str(text)
-        return tokens
+        if self._text(tokens) == text.encode():
+            return tokens
+        told = []  # a normalizer may put a space behind each added token
+        for part in filter(None, self._added.split(text)):
+            tokens = self._known.tokenize_str(part)
+            told += tokens if self._text(tokens) == part.encode() else self._known.greedy_tokenize(part)
+        return told
+
+    def _text(self, tokens: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in tokens)
 
 
 def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
@@ -162,7 +174,8 @@ def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
     kept = [
         token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token) and token not in plain
     ]
-    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept))
+    texts = {str(own) for token, own in tokenizer.added_tokens_decoder.items() if token in plain}
+    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept, texts))
     return LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_tokens))
 
 
