@@ -299,14 +299,14 @@ def demo(
     """Answer three questions with SmolLM2 or the bundled pair: τ, speed against plain decoding, and that tokens are the same."""
     published = None if canvases else find_smollm2()
     target, drafter = published or ("reference-diffusion" if canvases else None, None)
-    named = {name: path and str(path) for name, path in (("target", target), ("drafter", drafter))}
-    engine = load_engine(ModelOptions(**named, dtype=dtype, threads=threads))
+    engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
     from volley import console
 
     out = console.stdout()
     if published:
         out.print(
-            f"{SMOLLM2}, drafts by {f'the drafter {drafter.name}' if drafter else 'prompt lookup'}", soft_wrap=True
+            f"{SMOLLM2}, drafts by {f'the drafter {Path(drafter).name}' if drafter else 'prompt lookup'}",
+            soft_wrap=True,
         )
         is_same = console.demo(engine, out, console.SMOLLM2_PROMPTS)
     else:
