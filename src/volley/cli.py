@@ -23,7 +23,7 @@ from volley.files import (
     make_folder,
     write_atomically,
 )
-from volley.imports import import_transformers
+from volley.imports import import_transformers, quick_imports
 from volley.options import Without, expand, name_misspelt_variables, on_command_line
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
@@ -111,13 +111,13 @@ def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
     """The engine that the options describe. Where nothing imported transformers before, a part of that is left out."""
-    import torch
+    with quick_imports():
+        import torch
 
-    if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
-        import_transformers()
-
-    from volley.engine.engine import Engine
-    from volley.models.targets.diffusion import load_target
+        if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
+            import_transformers()
+        from volley.engine.engine import Engine
+        from volley.models.targets.diffusion import load_target
 
     if models.threads is not None:
         if models.threads < 1:
@@ -329,14 +329,14 @@ def demo(
     """Answer three questions with SmolLM2 or the bundled pair: τ, speed against plain decoding, and that tokens are the same."""
     published = None if canvases else find_smollm2()
     target, drafter = published or ("reference-diffusion" if canvases else None, None)
-    named = {name: path and str(path) for name, path in (("target", target), ("drafter", drafter))}
-    engine = load_engine(ModelOptions(**named, dtype=dtype, threads=threads))
+    engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
     from volley import console
 
     out = console.stdout()
     if published:
         out.print(
-            f"{SMOLLM2}, drafts by {f'the drafter {drafter.name}' if drafter else 'prompt lookup'}", soft_wrap=True
+            f"{SMOLLM2}, drafts by {f'the drafter {Path(drafter).name}' if drafter else 'prompt lookup'}",
+            soft_wrap=True,
         )
         is_same = console.demo(engine, out, console.SMOLLM2_PROMPTS)
     else:

@@ -56,7 +56,7 @@ def find_target(path: str | Path) -> str | Path:
     return folder
 
 
-def find_smollm2() -> tuple[Path, Path | None] | None:
+def find_smollm2() -> tuple[str, str | None] | None:
     """Return SmolLM2's file and its bundled drafter, if there is one; ``None`` if its package is not installed.
 
     The package is not imported: it wants others.
@@ -64,7 +64,7 @@ def find_smollm2() -> tuple[Path, Path | None] | None:
     package = find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
     found = [Path(folder) / SMOLLM2 for folder in (package and package.submodule_search_locations) or ()]
     drafter = REFERENCE / "smollm2-135m"
-    return next(((file, drafter if drafter.is_dir() else None) for file in found if file.exists()), None)
+    return next(((str(file), str(drafter) if drafter.is_dir() else None) for file in found if file.exists()), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
