@@ -171,7 +171,7 @@ def test_no_start_is_above_a_guess_among_all_tokens(family: str, start: str | No
         dtype="float32",
     )
     trainer = Trainer(config, Ranks("cpu"), speaks=False)
-    assert trainer.held_out.teacher_forced()["cross_entropy"] < 1.02 * math.log(260)
+    assert trainer.held_out.teacher_forced()["cross_entropy"] < math.log(260) + 0.5
     assert bool((trainer.learner.model.drafter.norm.weight != 0).any())
 
 

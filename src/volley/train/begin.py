@@ -19,8 +19,8 @@ from volley.models.targets.taps import decoder_layers
 Part = TypeVar("Part")
 LAST_TAP, OTHER_TAPS = 0.6, 0.1
 """How much of each tap the features begin as."""
-SCALES = tuple(0.5 ** (step / 2) for step in range(16))
-"""Of the last norm, the largest first."""
+SCALES = tuple(0.5 ** (step / 2) for step in range(7))
+"""Of the last norm, the largest first. A smaller one would take long to grow again."""
 SHARPNESS = 1.3
 """Scale of the norms of queries and keys where the target has none: about what its own queries and keys have."""
 

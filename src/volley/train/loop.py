@@ -20,6 +20,7 @@ from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, R
 from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
+from volley.train.memory import needs
 from volley.train.optimizer import make_optimizer
 from volley.train.options import RANDOM, TrainConfig, filled
 from volley.train.parallel import Ranks
@@ -151,6 +152,7 @@ class Trainer:
     def _prepare(self) -> None:
         self.reporter.say(self.data.describe())
         self.reporter.say(self.learner.describe())
+        self._check_memory()
         if self.config.features == "cache":
             directory = Path(self.config.cache_dir or self.reporter.out / "features")
             facts = {name: self.saved_run.facts[name] for name in ("target", "data")}
@@ -158,6 +160,22 @@ class Trainer:
             cache.build(self.ranks, self.reporter.say)
             self.source = cache
         self.reporter.start(self.schedule.position)
+
+    def _check_memory(self) -> None:
+        """Say what the run takes, and refuse one that does not fit."""
+        shape, config, device = self.learner.shape, self.config, self.ranks.device
+        found = needs(
+            self.step_function.target,
+            [*self.data.documents, *self.data.held_out],
+            parameters=self.learner.size,
+            taps=shape.num_taps + self.step_function.objective.needs_target,
+            rows=self.step_function.rows_per_pass,
+            intermediate_size=shape.intermediate_size,
+            remembers=_remembers(config, device),
+            decodes=bool(self.data.prompts) and self.held_out.serving is None,
+        )
+        self.reporter.say(found.describe())
+        found.check(device)
 
     def step(self, indices: list[int], progress: float) -> Slots:
         """Draw anchors, run this process's share of the documents in passes, and update the weights.
