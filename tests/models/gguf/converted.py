@@ -3,7 +3,7 @@
 ``tests/llamacpp`` compares these files with the converter's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -454,10 +454,21 @@ def stored_weights(model: PreTrainedModel, architecture: str) -> dict[str, Tenso
     return found
 
 
-def write(path: Path, model: PreTrainedModel, architecture: str, kind: str = "F32") -> Path:
-    """Write ``model``; ``kind`` is the type of matrices whose rows are whole blocks."""
+def write(
+    path: Path,
+    model: PreTrainedModel,
+    architecture: str,
+    kind: str = "F32",
+    *,
+    keys: Mapping[str, Any] | None = None,
+    further: Mapping[str, Tensor | None] | None = None,
+) -> Path:
+    """Write ``model``; ``kind`` is the type of matrices whose rows are whole blocks.
+
+    ``keys`` and ``further`` tensors are put in as well; those that are ``None`` are left out.
+    """
     writer = GGUFWriter(path, architecture)
-    for key, value in keys_of(architecture, model.config).items():
+    for key, value in {**keys_of(architecture, model.config), **(keys or {})}.items():
         name = f"{architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -467,9 +478,11 @@ def write(path: Path, model: PreTrainedModel, architecture: str, kind: str = "F3
             writer.add_string(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
-        else:
+        elif value is not None:
             writer.add_float32(name, value)
-    for name, weight in stored_weights(model, architecture).items():
+    for name, weight in {**stored_weights(model, architecture), **(further or {})}.items():
+        if weight is None:
+            continue
         data = np.ascontiguousarray(weight.float().numpy())
         is_plain = kind == "F32" or weight.dim() != 2 or weight.shape[1] % 32 or "ffn_gate_inp" in name
         own = GGMLQuantizationType["F32" if is_plain else kind]

@@ -181,9 +181,14 @@ def _biases(file: GGUFFile) -> Values:
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
+def num_layers(file: GGUFFile) -> int:
+    """Number of layers without those that predict further tokens, which come last and are not used."""
+    return int(file.require("block_count")) - int(file.get("nextn_predict_layers", 0))
+
+
 def layer_types(file: GGUFFile, every: int) -> list[str]:
     """Which layers have a window: as the file says, or all but each ``every``-th."""
-    number = file.require("block_count")
+    number = num_layers(file)
     said = file.get("attention.sliding_window_pattern", every)
     slides = said if isinstance(said, list) else [said == 0 or (layer + 1) % said != 0 for layer in range(number)]
     if not file.get("attention.sliding_window", 0):
@@ -192,7 +197,7 @@ def layer_types(file: GGUFFile, every: int) -> list[str]:
 
 
 def _gemma_2(file: GGUFFile) -> Values:
-    layers, window = file.require("block_count"), file.get("attention.sliding_window", 4096)
+    layers, window = num_layers(file), file.get("attention.sliding_window", 4096)
     return {
         "sliding_window": window,
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
@@ -282,7 +287,7 @@ def _qwen_2_moe(file: GGUFFile) -> Values:
 
 def _gpt_oss(file: GGUFFile) -> Values:
     """Windows are in every other layer."""
-    layers = file.require("block_count")
+    layers = num_layers(file)
     return {
         "num_local_experts": file.require("expert_count"),
         "num_experts_per_tok": file.require("expert_used_count"),
@@ -316,14 +321,13 @@ def _lfm_2(file: GGUFFile) -> Values:
 
 def _delta_net(file: GGUFFile) -> Values:
     """Values of hybrids with gated delta nets."""
-    layers = file.require("block_count") - file.get("nextn_predict_layers", 0)
+    layers = num_layers(file)
     every = file.get("full_attention_interval", 4)
     recurs = file.get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(layers)])
     value_heads = file.require("ssm.time_step_rank")
     sections = [size for size in file.get("rope.dimension_sections", []) if size]
     rotary = {**rope(file), "partial_rotary_factor": _rotary_part(file)}
     return {
-        "num_hidden_layers": layers,
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurs[:layers]],
         "linear_conv_kernel_dim": file.require("ssm.conv_kernel"),
         "linear_num_key_heads": file.require("ssm.group_count"),
