@@ -67,7 +67,7 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     target = Target.from_pretrained(arguments.target, getattr(torch, arguments.dtype))
     engines = {
-        "plain": Engine(target),
+        "plain": Engine(target, block_size=1),
         "volley": Engine.from_pretrained(target, arguments.drafter, policy=arguments.policy),
     }
     sizes = [arguments.instructions] + [arguments.tool_tokens] * (arguments.agents * arguments.turns)

@@ -100,7 +100,7 @@ class Bench:
         sizes = {"max_running": 1, "num_pages": -(-longest // 16) + 1, "prefix_caching": False}
         self.engines: dict[str, Engine] = {}
         if arguments.plain:
-            self.engines["plain"] = Engine(target, **sizes)
+            self.engines["plain"] = Engine(target, block_size=1, **sizes)
         for window in arguments.draft_windows.split(","):
             asked = None if window == "own" else int(window)
             self.engines[window] = Engine.from_pretrained(

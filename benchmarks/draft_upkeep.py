@@ -89,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(1)
     models = {} if options.target is None else {"target": options.target, "drafter": options.drafter}
     at_rest = Engine.from_pretrained(**models, dtype=getattr(torch, options.dtype), policy=options.policy)
-    plain = Engine(at_rest.target)
+    plain = Engine(at_rest.target, block_size=1)
     prompts = [list(prompt.messages) for prompt in load_prompts("gsm8k", options.data_dir, 80)[40:]]
     print("| at once | ms of a step without a drafter | with one, ratio (range) | share of the drafter's K/V |")
     print("|---|---|---|---|")

@@ -126,7 +126,7 @@ def main() -> None:
     train_rows(options, BASE, [row.changes for row in chosen.values()])
     torch.set_num_threads(options.threads or torch.get_num_threads())
     target = Target.from_pretrained(options.target, dtype=torch.bfloat16)
-    plain = Engine(target)
+    plain = Engine(target, block_size=1)
     facts = {name: getattr(options, name) for name in ("max_steps", "num_prompts", "max_tokens", "timed_prompts")}
     print(f"{options.max_steps} steps of {options.tokens_per_batch} tokens each\n")
     print("| drafter | " + " | ".join(COLUMNS.values()) + " |\n|" + "---|" * (1 + len(COLUMNS)), flush=True)

@@ -57,7 +57,7 @@ def differing(found: list[list[int]], expected: list[list[int]]) -> int:
 
 def compare(pair: Engine, weights: str, prompts: list[list[int]]) -> int:
     """Prints a row for each setting; returns the tokens that differ."""
-    alone = Engine(pair.target, prefix_caching=False, max_running=1)
+    alone = Engine(pair.target, prefix_caching=False, max_running=1, block_size=1)
     expected = answers(alone, prompts)[0]
     total = sum(map(len, expected))
     wrong = 0

@@ -117,8 +117,8 @@ def compare(name: str, tokens: int, folder: Path) -> dict[str, Any]:
     row["different words"] = len({token for answer in expected for token in answer})
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, expected, strict=True)}
     settings: dict[str, Callable[[], Engine]] = {
-        "plain": lambda: Engine(target),
-        "copies": lambda: Engine(target, policy="goodput"),
+        "plain": lambda: Engine(target, block_size=1),
+        "copies": lambda: Engine(target),
         "blocks": lambda: Engine(target, proposer=script_of(answers), policy=f"fixed:{BLOCK}"),
         "two at once, chunks": lambda: Engine(
             target,

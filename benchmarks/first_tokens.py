@@ -39,7 +39,7 @@ from volley.bench.load import Level, LoadConfig, Sample, percentiles, run_level
 from volley.files import write_atomically
 from volley.prompts import load_prompts
 
-CASES = {"plain": ["--drafter", "none"], "volley": []}
+CASES = {"plain": ["--drafter", "none", "--policy", "plain"], "volley": []}
 LENGTHS = (32, 48, 64, 80, 96)
 SLOW = 0.05  # of the requests, whose mean is given
 DRAWN = 2000  # samples of the bootstrap

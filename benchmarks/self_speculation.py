@@ -59,7 +59,7 @@ def ways_of(options: argparse.Namespace) -> dict[str, list[Way]]:
     if both.target.diffusion and both.target.diffusion.mask_token_id is not None:  # others read no threshold
         denoised = {value: DiffusionParams(mode="diffusion", threshold=value) for value in options.thresholds}
         own += [Way(f"threshold {value:g}", both, params) for value, params in denoised.items()]
-    others = [Way(PLAIN, Engine(pair.target)), Way("DFlash drafter", pair)]
+    others = [Way(PLAIN, Engine(pair.target, block_size=1)), Way("DFlash drafter", pair)]
     return {"diffusion model": own, "target": others}
 
 

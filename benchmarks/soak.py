@@ -310,7 +310,7 @@ def make_services(folder: Path, config: ServeConfig) -> list[Service]:
     with_adapters = replace(config, adapters=tuple(adapters))
     pair = Engine.from_pretrained(dtype=torch.float32, **SIZES)
     blocks = Engine.from_pretrained(dtype=torch.float32, policy="fixed", **SIZES)
-    plain = Engine.from_pretrained(drafter=None, dtype=torch.float32, **SIZES)
+    plain = Engine.from_pretrained(drafter=None, dtype=torch.float32, **SIZES, block_size=1)
     return [Service(pair, with_adapters, "pair"), Service(blocks, config, "blocks"), Service(plain, config, "plain")]
 
 

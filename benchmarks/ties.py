@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     drafting = Engine.from_pretrained(policy="fixed", prefix_caching=False)
-    plain = Engine(drafting.target, prefix_caching=False)
+    plain = Engine(drafting.target, prefix_caching=False, block_size=1)
     model = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.bfloat16).eval()
     params = SamplingParams(max_tokens=options.max_tokens, logprobs=True, top_logprobs=8)
     limit = options.skip_prompts + options.num_prompts

@@ -18,7 +18,10 @@ def test_every_public_name_is_importable_and_sorted() -> None:
 
 
 def test_the_public_names_are_the_documented_ones() -> None:
-    settings, extension_points = ["CapacityConfig", "DecodingConfig", "DiffusionParams"], ["Policy", "Proposer"]
+    settings, extension_points = (
+        ["CapacityConfig", "DecodingConfig", "DiffusionParams"],
+        ["Policy", "Proposer", "register_family"],
+    )
     engine = ["Drafter", "Engine", "GenerationResult", "GenerationStats", "SamplingParams", "Target", "TextChunk"]
     assert volley.__all__ == sorted([*engine, "Grammar", *settings, *extension_points])
 
@@ -66,7 +69,7 @@ class Halves(volley.Policy):
 def test_an_engine_takes_a_policy_and_a_proposer_from_outside(pair: Pair) -> None:
     prompt = [5, 6, 7, 8]
     params = volley.SamplingParams(max_tokens=12)
-    (plain,) = volley.Engine(pair.target).generate(prompt, params)
+    (plain,) = volley.Engine(pair.target, block_size=1).generate(prompt, params)
     config = volley.DecodingConfig(policy=Halves())
     engine = volley.Engine(pair.target, config=config, capacity=volley.CapacityConfig(page_size=4), proposer=Repeats())
     (result,) = engine.generate(prompt, params)

@@ -46,7 +46,7 @@ def now_and_then(calls: list[int]) -> Callable[[], bool]:
 def test_no_answer_changes_by_drafts_that_are_dropped(
     pair: Pair, options: dict[str, Any], params: SamplingParams
 ) -> None:
-    expected = answers(Engine(pair.target, page_size=4, num_pages=64), params)
+    expected = answers(Engine(pair.target, page_size=4, num_pages=64, block_size=1), params)
     engine, calls = engine_of(pair, **options), list[int]()
     engine.arrivals.newcomers = now_and_then(calls)
     assert answers(engine, params) == expected

@@ -9,7 +9,7 @@ from volley.engine.holdings import describe_memory, memory_of, report_memory
 
 def test_memory_is_that_of_weights_and_pools() -> None:
     pair = make_pair()
-    alone, both = Engine(pair.target, num_pages=20), Engine(pair.target, pair.drafter, num_pages=20)
+    alone, both = Engine(pair.target, num_pages=20, block_size=1), Engine(pair.target, pair.drafter, num_pages=20)
     held = memory_of(both)
     assert memory_of(alone) == {name: held[name] for name in ("target", "kv")}
     assert held["kv"] == both.runner.store.nbytes

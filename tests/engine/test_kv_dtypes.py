@@ -203,7 +203,7 @@ def test_head_sizes_that_are_no_power_of_two() -> None:
     pair = make_pair(head_dim=10, drafter={"head_dim": 10})
     prompt, options = [1, 2, 3], {"kv_dtype": "int4", "draft_kv_dtype": "int4"}
     (speculative,) = Engine(pair.target, pair.drafter, **options).generate(prompt, PARAMS)  # type: ignore[arg-type]
-    (alone,) = Engine(pair.target, kv_dtype="int4").generate(prompt, PARAMS)
+    (alone,) = Engine(pair.target, kv_dtype="int4", block_size=1).generate(prompt, PARAMS)
     assert speculative.token_ids == alone.token_ids
 
 

@@ -86,7 +86,7 @@ def test_one_request_does_not_feel_anothers_penalties(pair: Pair) -> None:
     each = [plain, *(SamplingParams(**extra, max_tokens=COUNT) for extra in EACH)]
     together = list(Engine(pair.target, pair.drafter).generate([PROMPTS[0]] * len(each), each))
     for result, params in zip(together, each, strict=True):
-        (alone,) = Engine(pair.target).generate(PROMPTS[0], params)
+        (alone,) = Engine(pair.target, block_size=1).generate(PROMPTS[0], params)
         assert result.token_ids == alone.token_ids
 
 

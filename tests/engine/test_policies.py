@@ -266,6 +266,27 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
     assert Engine(pair.target).block_size == 1
 
 
+def test_without_a_drafter_the_default_copies_from_the_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are timed when something is first found in a text, and not before."""
+    settle(monkeypatch, token=0.01)
+    params, prompt = SamplingParams(max_tokens=60), [*PROMPTS[0], *PROMPTS[0][:-1]]
+    default, plain = Engine(pair.target), Engine(pair.target, policy="plain")
+    with pytest.MonkeyPatch.context() as nothing:
+        nothing.setattr(lookup.Lookup, "find", lambda *_: ([], 0))
+        (unfound,) = default.generate(prompt, params)
+    assert default.pacing.costs.target.num_timed == 0
+    assert set(unfound.stats.block_sizes) == {1}
+    (copied,), (plainly,) = default.generate(prompt, params), plain.generate(prompt, params)
+    assert copied.token_ids == unfound.token_ids == plainly.token_ids
+    assert max(copied.stats.accepted_lengths) > 4
+    assert default.pacing.costs.target.num_timed > 0
+    assert set(plainly.stats.block_sizes) == {1}
+    assert plain.pacing.costs.target.num_timed == 0
+    default.block_size = 1
+    (fixed,) = default.generate(prompt, params)
+    assert set(fixed.stats.block_sizes) == {1}
+
+
 @pytest.mark.parametrize("num_pages", [9, 16, 40])
 def test_texts_that_repeat_themselves_need_no_drafter(
     pair: Pair, num_pages: int, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +294,7 @@ def test_texts_that_repeat_themselves_need_no_drafter(
     settle(monkeypatch, token=0.01)
     prompts = [[*prompt, *prompt[:-1]] for prompt in PROMPTS]
     params = SamplingParams(max_tokens=60)
-    plain = tokens(Engine(pair.target).generate(prompts, params))
+    plain = tokens(Engine(pair.target, block_size=1).generate(prompts, params))
     for policy in ("goodput", Copying()):
         engine = Engine(pair.target, policy=policy, num_pages=num_pages)
         results = list(engine.generate(prompts, params))

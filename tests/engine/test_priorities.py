@@ -33,7 +33,7 @@ def test_pages_are_taken_from_the_last_in_line(pair: Pair, priorities: list[int]
     first = priorities.index(0)
     assert requests[first].stats.preemptions == 0
     assert sum(request.stats.preemptions for request in requests) > 0
-    plain = Engine(pair.target, num_pages=200).generate(PROMPTS, SamplingParams(max_tokens=24))
+    plain = Engine(pair.target, num_pages=200, block_size=1).generate(PROMPTS, SamplingParams(max_tokens=24))
     assert [request.result().token_ids for request in requests] == [result.token_ids for result in plain]
 
 

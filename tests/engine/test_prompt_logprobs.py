@@ -96,7 +96,7 @@ def test_scoring_beside_others_changes_none_of_their_tokens(pair: Pair) -> None:
     given = prompts(4, 50)
     params = [SamplingParams(max_tokens=30, prompt_logprobs=0 if i % 2 else None) for i in range(4)]
     engine = Engine(pair.target, pair.drafter, max_batch_tokens=40, policy="fixed")
-    plain = Engine(pair.target)
+    plain = Engine(pair.target, block_size=1)
     want = [result.token_ids for result in plain.generate(given, SamplingParams(max_tokens=30))]
     assert [result.token_ids for result in engine.generate(given, params)] == want
 

@@ -25,7 +25,7 @@ def test_the_others_wait_and_take_its_pages(chunk: int) -> None:
     first = engine.add_request(PROMPT, params[0])
     others = [engine.add_request(PROMPT, own, after=first) for own in params[1:]]
     assert finish(engine, [first, *others]) == 70 + 5 * 6, "what is left of the last page each computes itself"
-    plain = [result.token_ids for result in Engine(pair.target).generate([PROMPT] * 6, params)]
+    plain = [result.token_ids for result in Engine(pair.target, block_size=1).generate([PROMPT] * 6, params)]
     assert [request.result().token_ids for request in [first, *others]] == plain
 
 

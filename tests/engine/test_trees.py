@@ -147,7 +147,7 @@ def test_every_architecture(name: str) -> None:
     """Sliding windows, capped scores, sinks: positions inside a tree are depths everywhere."""
     hf = eager_model(ARCHITECTURES[name]())
     target = Target(hf)
-    plain = run(Engine(target, page_size=4))
+    plain = run(Engine(target, page_size=4, block_size=1))
     engine = Engine(target, random_drafter(), page_size=4, tree_nodes=14)
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
     tempt(engine)
@@ -159,7 +159,7 @@ def test_every_architecture(name: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_quantised_pools(pair: Pair, kv_dtype: str) -> None:
     """Moved K/V keep their codes, so the tokens are those of plain decoding on the same pool."""
-    plain = run(Engine(pair.target, page_size=4, kv_dtype=kv_dtype))
+    plain = run(Engine(pair.target, page_size=4, kv_dtype=kv_dtype, block_size=1))
     engine = Engine(pair.target, pair.drafter, page_size=4, tree_nodes=14, kv_dtype=kv_dtype)
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
     tempt(engine)
@@ -254,7 +254,7 @@ def test_answers_written_by_trees_are_found_as_prefixes(pair: Pair) -> None:
 
 def test_log_probabilities_are_those_of_plain_decoding(pair: Pair) -> None:
     params = [SamplingParams(max_tokens=COUNT, logprobs=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
-    plain = list(Engine(pair.target).generate(PROMPTS[:3], params))
+    plain = list(Engine(pair.target, block_size=1).generate(PROMPTS[:3], params))
     engine = Engine(pair.target, pair.drafter, tree_nodes=14)
     teach(engine, {tuple(p): r.token_ids for p, r in zip(PROMPTS, plain, strict=False)})
     tempt(engine)

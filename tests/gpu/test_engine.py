@@ -167,7 +167,7 @@ def test_a_trained_drafter_is_accepted_in_fp8_too() -> None:
     target = Target(load_causal_lm(REFERENCE / "target", torch.float32, device=CPU))
     drafter = coded(Drafter.from_pretrained(REFERENCE / "drafter", torch.float32), target)
     prompt = [[5, 9, 12, 40, 41, 300, 7, 22]]
-    plain = next(Engine(target, num_pages=64).generate(prompt, params)).token_ids
+    plain = next(Engine(target, num_pages=64, block_size=1).generate(prompt, params)).token_ids
     (result,) = Engine(target, drafter, policy="fixed", num_pages=64).generate(prompt, params)
     assert result.token_ids == plain
     assert result.stats.acceptance_length > 3

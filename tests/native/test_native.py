@@ -68,6 +68,16 @@ def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
+def test_rms_norm_that_is_rounded_once(rows: int, size: int, scale: float, seed: int) -> None:
+    """As transformers' Gemma has it, by a weight in fp32."""
+    torch.manual_seed(seed)
+    x, weight = randn(rows, size) * scale, 1 + torch.randn(size)
+    found = native.rms_norm(x, weight, 1e-6, rounds=False)
+    assert_close(found, rms_norm(x.float(), (size,), weight, 1e-6))
+    assert torch.equal(native.rms_norm(x[-1:].contiguous(), weight, 1e-6, rounds=False), found[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
 def test_rms_norm_in_fp32(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(2, rows, size) * scale
@@ -96,13 +106,35 @@ def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool
         own = parts[part] if norms is None else norm(parts[part], norms[part], 1e-6)
         parts[part] = turned(own, cos, sin)
     alone = x[-1:].clone()
-    native.norm_and_turn(x, norms, cos, sin, queries, keys, 1e-6)
+    native.norm_and_turn(x.view(rows, -1, dim), norms, native.Turns(cos, sin), queries, keys, 1e-6)
     expected = torch.cat(parts, dim=1).view(rows, -1)
     if normed:  # a norm may round to the next number, and a difference of two such numbers may be small
         assert_close(x, expected, floor=2**-5)
     else:
         assert torch.equal(x, expected)
-    native.norm_and_turn(alone, norms, cos[-1:].clone(), sin[-1:].clone(), queries, keys, 1e-6)
+    last = native.Turns(cos[-1:], sin[-1:])
+    native.norm_and_turn(alone.view(1, -1, dim), norms, last, queries, keys, 1e-6)
+    assert torch.equal(alone, x[-1:])
+
+
+@given(rows=st.integers(1, 9), width=st.sampled_from([0, 8, 32]), rounds=st.booleans(), seed=SEEDS)
+def test_heads_normed_as_one_and_turned_in_part(rows: int, width: int, rounds: bool, seed: int) -> None:
+    """By cosines in bf16 or fp32, as OLMo 2 has these."""
+    torch.manual_seed(seed)
+    queries, keys, dim = 4, 2, 32
+    x, angles = randn(rows, queries + 2 * keys, dim), torch.rand(rows, width // 2).repeat(1, 2) * 6
+    cos, sin = (own.bfloat16() if rounds else own for own in (angles.cos(), angles.sin()))
+    norms = randn(queries * dim), randn(keys * dim)
+    parts = list(torch.split(x.clone(), [queries, keys, keys], dim=1))
+    for part, weight in enumerate(norms):
+        normed = rms_norm(parts[part].flatten(1).float(), weight.shape, weight.float(), 1e-6).bfloat16()
+        own = normed.view(rows, -1, dim)
+        parts[part] = torch.cat((turned(own[..., :width], cos, sin).bfloat16(), own[..., width:]), dim=-1)
+    turns = native.Turns(cos, sin) if width else None
+    alone = x[-1:].clone()
+    native.norm_and_turn(x, norms, turns, queries, keys, 1e-6, rounds=False)
+    assert_close(x, torch.cat(parts, dim=1), floor=2**-5)
+    native.norm_and_turn(alone, norms, turns and native.Turns(cos[-1:], sin[-1:]), queries, keys, 1e-6, rounds=False)
     assert torch.equal(alone, x[-1:])
 
 
@@ -147,15 +179,36 @@ def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
 def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated_silu(x)
+    found = native.gated(x, "silu")
     assert_close(found, silu(x[:, :size]) * x[:, size:], floor=1e-30)
-    assert torch.equal(native.gated_silu(x[-1:].clone()), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), "silu"), found[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
+def test_gated_gelu_in_bf16(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = randn(rows, 2 * size) * scale
+    found = native.gated(x, "gelu")
+    assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-5 * max(scale, 1.0))
+    assert torch.equal(native.gated(x[-1:].clone(), "gelu"), found[-1:])
+
+
+@pytest.mark.parametrize("shape", [(1, 70_000), (3, 200), (40, 3_000)])
+@pytest.mark.parametrize("most", [0.5, 30.0])
+def test_capped_numbers(shape: tuple[int, int], most: float) -> None:
+    torch.manual_seed(0)
+    x = randn(*shape) * 20
+    expected, alone = torch.tanh(x / most) * most, x[-1:].clone()
+    native.cap(x, most)
+    assert_close(x, expected)
+    native.cap(alone, most)
+    assert torch.equal(alone, x[-1:])
 
 
 def test_many_rows_are_shared_among_threads() -> None:
     x, weight = randn(300, 512), randn(512)
     assert_close(native.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
-    assert_close(native.gated_silu(x), silu(x[:, :256]) * x[:, 256:])
+    assert_close(native.gated(x, "silu"), silu(x[:, :256]) * x[:, 256:])
 
 
 # -- products -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ def test_a_name_makes_a_fresh_policy(spec: str, kind: type[Policy]) -> None:
 
 def test_arguments_follow_a_colon() -> None:
     assert make_policy("fixed:3", None).block_size == 3
+    assert make_policy("plain", None).block_size == 1
     assert make_policy("goodput", None).uses_lookup
     assert not make_policy("goodput:drafts", None).uses_lookup
 

@@ -65,7 +65,7 @@ def test_what_is_kept_of_a_text_drafts_as_a_fresh_reading_does(pair: Pair) -> No
 
 def test_penalties_and_seeds(pair: Pair) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
-    plain = run(Engine(pair.target, page_size=4, num_pages=200), params)
+    plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
     drafted = run(drafting(pair, 0.05, num_pages=200), params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
 

@@ -113,7 +113,7 @@ def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair, tmp_pat
 def test_answers_under_a_constraint_are_plain_decodings(pair: Pair, tmp_path: Path, temperature: float) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=temperature, seed=5, rules=(AfterOdd,))
     engine = drafting(pair, eagle.checkpoint(tmp_path))
-    drafted, plain = run(engine, params), run(Engine(pair.target), params)
+    drafted, plain = run(engine, params), run(Engine(pair.target, block_size=1), params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert any(max(result.stats.accepted_lengths) > 2 for result in drafted)
 
@@ -165,7 +165,7 @@ def test_greedy_answers_are_the_targets(
 
 def test_penalties_and_seeds(pair: Pair, tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
-    plain = run(Engine(pair.target, page_size=4, num_pages=200), params)
+    plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
     drafted = run(drafting(pair, eagle.checkpoint(tmp_path)), params)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
 

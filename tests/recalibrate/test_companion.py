@@ -467,7 +467,7 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
     engine = Engine.from_pretrained(learning.tiny.target, learning.pair.drafter)
     with learning.server(), pytest.raises(ConfigError, match="another server recalibrates"):
         learning.make(Service(engine, ServeConfig(), MODEL), engine)
-    plain = Engine(learning.tiny.target)
+    plain = Engine(learning.tiny.target, block_size=1)
     with pytest.raises(ConfigError, match="there is no drafter to recalibrate"):
         learning.make(Service(plain, ServeConfig(), MODEL), plain)
     service = Service(engine, ServeConfig(), MODEL)

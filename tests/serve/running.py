@@ -37,7 +37,7 @@ class Tiny:
     def __init__(self, pair: TinyPair) -> None:
         self.target = Target.from_pretrained(pair.target, dtype=torch.float32)
         self.drafter = Drafter.from_pretrained(pair.drafter, torch.float32)
-        self.plain = Engine(self.target)
+        self.plain = Engine(self.target, block_size=1)
         self.known = Known()
 
     def engine(self, **options: Any) -> Engine:

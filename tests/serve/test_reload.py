@@ -30,7 +30,7 @@ def from_folder(tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> Iterator[tup
     folder = tmp_path / "drafter"
     shutil.copytree(tiny_pair.drafter, folder)
     engine = Engine.from_pretrained(tiny.target, folder, policy="fixed")
-    with running(engine, {"plain": Engine(tiny.target, num_pages=64)}) as server:
+    with running(engine, {"plain": Engine(tiny.target, num_pages=64, block_size=1)}) as server:
         yield server, folder
         server.settle()
 

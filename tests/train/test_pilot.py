@@ -168,7 +168,7 @@ def test_the_command_leaves_a_pilot_beside_the_drafter(
     assert "On prompts it was not trained on:" in errors
     assert load_pilot(Drafter.from_pretrained(drafter))[0].block_sizes == (2, 3, 4, 5, 6)
     answer, _ = run("generate", "Hi", "--policy", "pilot", "--max-tokens", 8, *pair)
-    plain, _ = run("generate", "Hi", "--drafter", "none", "--max-tokens", 8, *pair[:2], *FAST)
+    plain, _ = run("generate", "Hi", "--drafter", "none", "--policy", "plain", "--max-tokens", 8, *pair[:2], *FAST)
     assert answer == plain
 
 

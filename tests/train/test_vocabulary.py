@@ -92,7 +92,7 @@ def test_a_training_chooses_by_itself_and_answers_stay(tmp_path: Path) -> None:
     head = Qwen3ForCausalLM.from_pretrained(target).lm_head.weight
     assert torch.equal(drafter.lm_head.weight, head[drafted].bfloat16().float())
     engine = Engine.from_pretrained(target, drafter=folder, dtype=torch.float32, policy="fixed")
-    plain = Engine(engine.target)
+    plain = Engine(engine.target, block_size=1)
     for params in (SamplingParams(max_tokens=12), SamplingParams(temperature=1, seed=3, max_tokens=12)):
         (mine,), (expected,) = (each.generate(["the cat"], params) for each in (engine, plain))
         assert mine.token_ids == expected.token_ids
@@ -127,7 +127,7 @@ def test_a_reduced_drafter_is_trained_on_adapted_and_exported(tiny_pair: TinyPai
     engine = Engine.from_pretrained(tiny_pair.target, drafter=first, dtype=torch.float32)
     engine.load_adapter("new", folder)
     (mine,) = engine.generate(["the"], SamplingParams(max_tokens=8, draft_adapter="new"))
-    (plain,) = Engine(engine.target).generate(["the"], SamplingParams(max_tokens=8))
+    (plain,) = Engine(engine.target, block_size=1).generate(["the"], SamplingParams(max_tokens=8))
     assert mine.token_ids == plain.token_ids
 
 

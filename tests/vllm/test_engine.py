@@ -172,7 +172,7 @@ def test_a_pilot_chooses_as_it_does_in_volley(expected: dict[str, Any], drafter:
 
 def distribution_of_three(temperature: float, rare: float = 0.004) -> dict[tuple[int, ...], float]:
     """The target's probabilities of what may follow the second prompt, as far as they are above ``rare``."""
-    engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32)
+    engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32, block_size=1)
     paths: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         grown = {}

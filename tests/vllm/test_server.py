@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_openai_client_is_answered_and_may_vanish(server: str) -> None:
-    engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32)
+    engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32, block_size=1)
     (expected,) = engine.generate(PROMPT, SamplingParams(max_tokens=60))
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
 

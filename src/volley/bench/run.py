@@ -35,7 +35,7 @@ def without_drafter(engine: Engine) -> Engine:
     can_draft = engine.proposer is not None or engine.pacing.policy.uses_lookup
     if not can_draft and engine.target.diffusion is None:
         return engine
-    plain = _beside(engine)
+    plain = _beside(engine, policy="plain")
     plain.procedures.default_mode = "autoregressive"
     return plain
 
@@ -54,9 +54,11 @@ def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Ru
     return case, engine_runner(beside, case)
 
 
-def _beside(engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None) -> Engine:
+def _beside(
+    engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None, policy: str | None = None
+) -> Engine:
     """With as many pages as ``engine``, or as its pool has left room for on a GPU."""
-    capacity, config = engine.capacity, DecodingConfig(kv_dtype=engine.config.kv_dtype)
+    capacity, config = engine.capacity, DecodingConfig(policy=policy, kv_dtype=engine.config.kv_dtype)
     if engine.target.device.type != "cpu":
         free = CapacityConfig(**{**asdict(capacity), "num_pages": None})
         fitting = fit_engine(free, config, engine.target, drafter)

@@ -98,7 +98,7 @@ def plain_engine(engine: Engine) -> Engine:
     """An engine of its own on the same target, which drafts nothing."""
     device, pages = engine.target.device, CapacityConfig(num_pages=engine.snapshot().num_pages)
     sizes = pages if device.type == "cpu" else beside_others(device)
-    plain = Engine(engine.target, config=DecodingConfig(kv_dtype=engine.config.kv_dtype), capacity=sizes)
+    plain = Engine(engine.target, config=DecodingConfig(block_size=1, kv_dtype=engine.config.kv_dtype), capacity=sizes)
     plain.procedures.default_mode = "autoregressive"
     return plain
 

@@ -98,6 +98,7 @@ class Grammars:
         size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks are whole words
         try:
             vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+            vocabulary = _with_added_text(vocabulary, self._tokenizer)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"llguidance cannot read this tokenizer ({error}); grammars need a target with a fast tokenizer"
@@ -127,6 +128,41 @@ class Grammars:
                     break
             else:
                 return pointer, problem
+
+
+class _Vocabulary:
+    """A vocabulary of llguidance's, with other special tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, known: Any, special_token_ids: list[int]) -> None:
+        self._known, self.special_token_ids = known, special_token_ids
+        self.eos_token_id = known.eos_token
+        self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("it takes text")  # which tells llguidance not to give bytes
+        tokens: list[int] = self._known.tokenize_str(text)
+        return tokens
+
+
+def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
+    """The vocabulary in which added tokens that are not special are text.
+
+    llguidance takes each added token of the form ``<...>`` for a special one. Qwen's ``<tool_call>`` and ``</think>`` are text.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    special = {*tokenizer.all_special_ids, *vocabulary.eos_tokens}
+    plain = {token for token, own in tokenizer.added_tokens_decoder.items() if not own.special} - special
+    if not any(vocabulary.is_special_token(token) for token in plain if token < vocabulary.vocab_size):
+        return vocabulary
+    kept = [
+        token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token) and token not in plain
+    ]
+    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept))
+    return LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_tokens))
 
 
 def _text_for_library(grammar: Grammar) -> str:

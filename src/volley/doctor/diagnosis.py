@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from volley.chat import template_digest
+from volley.chat import own_template, template_digest
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
 from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
@@ -282,7 +282,7 @@ class Doctor:
     def _template(self) -> Iterator[Finding]:
         facts = self.report.get("data", {})
         tokenizer = self.target.tokenizer
-        template, now = tokenizer.chat_template, template_digest(tokenizer)
+        template, now = own_template(tokenizer), template_digest(tokenizer)
         seen = {row.get("chat_template") for row in self.rows} - {None, True}
         learnt = facts.get("chat_templates", [])
         if learnt and not {str(now), "None"} & set(learnt):

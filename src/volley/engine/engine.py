@@ -64,7 +64,7 @@ _BUNDLED = object()
 
 
 class Engine:
-    """A target, optionally its drafter, and the requests they are answering.
+    """A target, optionally its drafter, and the requests they are answering. Without a drafter, drafts are copied from the text.
 
     Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own, token for
     token, and sampled output has the target's distribution (see ``decode/verify.py``).
@@ -111,7 +111,9 @@ class Engine:
             proposer = make_proposer(self.draft_model, self.config, self.capacity.page_size * self.capacity.cuda_graphs)
         self.proposer = proposer
         """What drafts, if anything does: the drafter's proposer, or the one that was given."""
-        costs = Costs(proposer.seconds if proposer else lambda *_: 0.0, self.runner.seconds, self.arrivals)
+        only_copies = proposer is None and self.target.diffusion is None
+        draft_seconds = proposer.seconds if proposer else lambda *_: 0.0
+        costs = Costs(draft_seconds, self.runner.seconds, self.arrivals, only_copies=only_copies)
         costs.drafts_late = proposer is not None and proposer.drafts_late
         self.procedures.use_costs(costs.target)
         self._can_grow_trees = proposer is not None and proposer.can_grow_trees and self.sequences.can_fork
@@ -132,12 +134,14 @@ class Engine:
         if drafter is not None:
             window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            drafter.rotary.cover(min(target.context_length, num_pages * size) + drafter.config.block_size)
+            block = config.largest_block(drafter.config.block_size)
+            drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
             if window is not None:
-                num_pages = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running)
+                num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
             model = make_draft_model(drafter, kv, target, window)
-            others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
+            ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
+            others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
@@ -247,6 +251,8 @@ class Engine:
                 listener(work.request, work.proposal, work.verdict)
 
     def _end(self, request: Request) -> None:
+        if request.failure is not None:
+            self.sequences.withdraw(request)
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
         request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
@@ -276,6 +282,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
         params = params or SamplingParams()
+        if params.draft_temperature is None and self.config.draft_temperature is not None and params.temperature:
+            params = replace(params, draft_temperature=self.config.draft_temperature)
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
@@ -335,13 +343,18 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[TextChunk, None, GenerationResult]:
-        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`."""
+        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`.
+
+        Raises :class:`NonFiniteError` behind the last chunk if the request ended because its logits are not finite.
+        """
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
                 self._advance()
                 yield from request.take_chunks()
             yield from request.take_chunks()  # of steps that another iterator made
+            if request.failure is not None:
+                raise request.failure
             return request.result()
         finally:
             self.abort(request)
@@ -426,7 +439,8 @@ class Engine:
     def _policy_spec(self, config: DecodingConfig) -> str | Policy:
         if config.block_size is not None:
             return f"fixed:{config.block_size}"
-        usual = DEFAULT_POLICY if self.proposer is not None and config.tree_nodes is None else "fixed"
+        drafts_in_canvases = self.proposer is None and self.target.diffusion is not None
+        usual = "fixed" if drafts_in_canvases or config.tree_nodes is not None else DEFAULT_POLICY
         return cast(str | Policy, config.policy or usual)
 
     @property

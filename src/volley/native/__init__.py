@@ -19,7 +19,9 @@ from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
 from volley.native.formats import GROUP as GROUP
 from volley.native.formats import Codes as Codes
 from volley.native.formats import Weights as Weights
+from volley.native.library import HeadsStruct as HeadsStruct
 from volley.native.library import ProductStruct as ProductStruct
+from volley.native.library import TurnsStruct as TurnsStruct
 from volley.native.library import available as available
 from volley.native.library import functions as functions
 from volley.native.library import has_dot_products as has_dot_products
@@ -33,37 +35,63 @@ DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
+Activation = Literal["silu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")  # as the kernels number them
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``, in bf16 rounded before and after the weight.
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, rounds: bool = True) -> Tensor:
+    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``; of bf16 the weight may be in fp32.
 
-    In fp32 the weight may be left out, and any CPU will do.
+    bf16 is rounded before the weight, too, unless ``rounds`` is false. In fp32 the weight may be left out, and any CPU will do.
     """
     out = torch.empty_like(x)
     size = x.shape[-1]
-    given = x.data_ptr(), pointer(weight), out.data_ptr(), x.numel() // size, size, eps
     if x.dtype == torch.float32:
-        functions().rms_norm_floats(*given)
+        functions().rms_norm_floats(x.data_ptr(), pointer(weight), out.data_ptr(), x.numel() // size, size, eps)
     else:
-        functions().rms_norm(given[0], size, *given[1:])
+        assert weight is not None
+        scale = weight.float()
+        functions().rms_norm(
+            *(x.data_ptr(), size, scale.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, rounds)
+        )
     return out
 
 
-def norm_and_turn(
-    x: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
-) -> None:
-    """Norm and rotary embedding, in place, of the first ``heads`` and the next ``shared`` heads of ``x [T, more · d]``.
+class Turns:
+    """A rotary embedding of tokens by cosines and sines ``[T, width]`` in the half-split layout.
 
-    ``norms`` are the weights ``[d]`` of queries and keys; ``cos`` and ``sin`` are ``[T, d]`` in the half-split layout.
+    It turns the first ``width`` numbers of a head. Products are rounded to bf16 if cosines and sines are.
     """
-    of_queries, of_keys = norms or (None, None)
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._tensors = (cos.float().contiguous(), sin.float().contiguous())  # the struct points into them
+        self.struct = TurnsStruct(*map(pointer, self._tensors), cos.shape[-1], cos.dtype == torch.bfloat16)
+
+
+def norm_and_turn(
+    x: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    turns: Turns | None,
+    heads: int,
+    shared: int,
+    eps: float,
+    *,
+    rounds: bool = True,
+) -> None:
+    """Norm and turn, in place, the first ``heads`` and the next ``shared`` heads of ``x [T, more, d]``.
+
+    ``norms`` are the weights of queries and keys: ``[d]`` for each head, or ``[heads · d]`` and ``[shared · d]`` for all as one.
+    """
+    dim = x.shape[2]
+    of_queries, of_keys = (None, None) if norms is None else (weight.float() for weight in norms)
+    whole = of_queries is not None and len(of_queries) != dim
     functions().norm_and_turn(
-        *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
-        *(len(x), heads, shared, cos.shape[-1], eps),
+        *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys)),
+        *(None if turns is None else byref(turns.struct), len(x)),
+        byref(HeadsStruct(heads, shared, dim, whole, rounds, eps)),
     )
 
 
@@ -97,11 +125,16 @@ def gated_gelu(x: Tensor) -> Tensor:
     return out
 
 
-def gated_silu(x: Tensor) -> Tensor:
-    """``silu(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``; GELU by its tanh."""
     out = x.new_empty(len(x), x.shape[1] // 2)
-    functions().gated_silu(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
+    functions().gated(x.data_ptr(), out.data_ptr(), len(x), out.shape[1], ACTIVATIONS.index(activation))
     return out
+
+
+def cap(x: Tensor, most: float) -> None:
+    """Put ``most · tanh(x / most)`` in place of contiguous ``x [T, V]`` in bf16, each step rounded."""
+    functions().cap(x.data_ptr(), *x.shape, most)
 
 
 # -- products -----------------------------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ static inline float exponential(float x) { /* relative error below 3e-7 for x in
     return p * power;
 }
 
+static inline float tangent(float x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); } /* hyperbolic */
+
 static inline float dot(const bf16 *restrict row, const float *restrict x, int64_t size) {
     float parts[16] = {0}, sum = 0;
     int64_t i = 0;

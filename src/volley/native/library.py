@@ -18,14 +18,23 @@ class ProductStruct(Structure):
     )
 
 
+class TurnsStruct(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("width", c_int64), ("rounds", c_int64))
+
+
+class HeadsStruct(Structure):
+    _fields_ = (*((name, c_int64) for name in ("queries", "keys", "dim", "whole", "rounds")), ("eps", c_float))
+
+
 _SIGNATURES: dict[str, list[object]] = {
-    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
+    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64],
     "rms_norm_floats": [*[c_void_p] * 3, c_int64, c_int64, c_float],
     "add_norm_floats": [*[c_void_p] * 4, c_int64, c_int64, c_float],
     "norm_and_turn_floats": [*[c_void_p] * 6, *[c_int64] * 5, c_float],
     "gated_gelu_floats": [c_void_p, c_void_p, c_int64, c_int64],
-    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
-    "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
+    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
+    "gated": [c_void_p, c_void_p, *[c_int64] * 3],
+    "cap": [c_void_p, c_int64, c_int64, c_float],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
@@ -47,7 +56,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
-    "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
+    "run_layers": [c_void_p, c_int64, *[c_void_p] * 6, c_int64, c_void_p],
 }
 
 

@@ -21,6 +21,7 @@ Pass = tuple[int, int]
 """Tokens and requests."""
 
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # tokens of the passes that are timed
+_FEWER = [1, 8, 32, 128, 512]  # where only copies are weighed, which are long: a third of the time
 _SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
 MOST_TIMED = _SHARE
 """Most tokens of one request in a pass that is timed."""
@@ -43,8 +44,9 @@ class PassCost:
     in the same passes.
     """
 
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
+    def __init__(self, measure: Measure, sizes: list[int] = _SIZES) -> None:
+        """``sizes`` are the tokens of the passes that are timed."""
+        self._measure, self._sizes = measure, sizes
         self._timed: dict[int, float] = {}
         self._table = np.zeros((2, 1))  # tokens and seconds
         self._points = [[0.0, _FAR], [0.0, 0.0]]  # the same
@@ -86,7 +88,7 @@ class PassCost:
 
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``; returns whether that was needed. Each size is timed twice: the faster run counts."""
-        fresh = [s for s in _SIZES[: max(3, int(np.searchsorted(_SIZES, tokens)) + 1)] if s not in self._timed]
+        fresh = [s for s in self._sizes[: max(3, bisect_left(self._sizes, tokens) + 1)] if s not in self._timed]
         for size in fresh + fresh[::-1]:
             self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
         if fresh:
@@ -104,7 +106,7 @@ class PassCost:
     def rehearse(self, most: int) -> None:
         """Time passes of up to ``most`` tokens ahead, so that no step waits for it; none that is likely to take long."""
         end = time.perf_counter() + _AHEAD
-        for size in _SIZES:
+        for size in self._sizes:
             longest = max(self._timed.values(), default=0.0)
             if size > most or 2 * longest > _SHORT or time.perf_counter() > end:
                 return
@@ -154,8 +156,16 @@ class Costs:
     drafts_late = False
     """Whether drafts stay on the device until they are verified: to read one before makes the host wait."""
 
-    def __init__(self, measure_draft: Measure, measure_target: Measure, arrivals: Arrivals | None = None) -> None:
-        self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
+    def __init__(
+        self,
+        measure_draft: Measure,
+        measure_target: Measure,
+        arrivals: Arrivals | None = None,
+        *,
+        only_copies: bool = False,
+    ) -> None:
+        """``only_copies``: there is no drafter, so the target's passes are plain ones and those that verify copies."""
+        self.draft, self.target = PassCost(measure_draft), PassCost(measure_target, _FEWER if only_copies else _SIZES)
         self.arrivals = arrivals or Arrivals()
         self.ledger = Ledger()
         self._plain = 0, 0.0  # requests of the last plain step, and the seconds that were last expected of it

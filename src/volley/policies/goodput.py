@@ -74,15 +74,18 @@ class Goodput(Policy):
 
     def rehearse(self) -> None:
         assert self.costs is not None
-        if self.block_size > 1:
-            self._nodes(1)
-            self.costs.draft(self.block_size, 1)
+        if self.block_size == 1:  # passes are timed when a copy is found
+            return
+        self._nodes(1)
+        self.costs.draft(self.block_size, 1)
         if self.uses_lookup:
             self.costs.target(1 + MOST_FOUND, 1)
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
         assert self.costs is not None
         self._cycle += 1
+        if self.block_size == 1 and not any(view.found for view in views):
+            return [view.draft(0) for view in views]
         if self._prompts_go_on != self.costs.arrivals.go_on:
             self._prompts_go_on = not self._prompts_go_on
             self._reviews.clear()

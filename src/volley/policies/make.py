@@ -17,12 +17,14 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": Fixed,
     "goodput": Goodput,
     "goodput:drafts": partial(Goodput, uses_lookup=False),
+    "plain": partial(Fixed, 1),
 }
 
 
 def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
-    """The policy of a name: ``goodput``, ``goodput:drafts`` (which copies nothing from the text), ``feedback``, ``fixed`` (the
-    drafter's block), ``fixed:8``, ``pilot`` (written by ``volley pilot`` beside the drafter), or ``pilot:FOLDER``.
+    """Make the policy of a name: ``goodput``, ``goodput:drafts`` (without copies from the text), ``plain`` (without drafts),
+    ``feedback``, ``fixed`` (the drafter's block), ``fixed:8``, ``pilot`` (written by ``volley pilot`` beside the drafter), or
+    ``pilot:FOLDER``.
     """
     if isinstance(spec, Policy):
         return spec

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from volley.errors import VolleyError
+from volley.errors import NonFiniteError, VolleyError
 from volley.serve.worker import QueueFull, Stopped
 
 
@@ -54,6 +54,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(429, str(error), kind="requests", code="rate_limit_exceeded", headers=after)
         case Stopped():
             return engine_dead() if error.is_dead else shutting_down(1)
+        case NonFiniteError():
+            return ApiError(500, str(error), kind="server_error", code="not_finite")
         case VolleyError():
             return ApiError(400, str(error), param=error.field)
     return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")

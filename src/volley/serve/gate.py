@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import ApiError, as_api_error
+from volley.serve.fields import IGNORED, ignored_names
 from volley.serve.limits import RateLimit
 from volley.serve.metrics import HttpMetrics
 
@@ -41,13 +42,21 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["fields"] = {}
+        ignored: dict[str, str] = {}
+        IGNORED.set(None if self.config.strict else ignored)
         status = 499  # logged if the client disconnects before the answer
 
         async def tell(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = request_id
+                if ignored:
+                    answered["x-volley-ignored"] = ignored_names(ignored)
+                    names = [f"{name} ({remedy})" if remedy else name for name, remedy in ignored.items()]
+                    told = {"request_id": request_id, "path": scope["path"], "ignored": names}
+                    log.warning("unknown fields were ignored", extra={"fields": told})
             await send(message)
 
         try:

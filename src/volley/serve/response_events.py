@@ -10,6 +10,7 @@ from volley.serve.parsing import AnswerParser
 from volley.serve.replies import Choice, Dialect, Object, Usage
 from volley.serve.responses import ResponsesRequest
 from volley.serve.worker import End, Piece, Sketched
+from volley.types import SamplingParams
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -21,10 +22,15 @@ class ResponsesDialect(Dialect):
     prefix = "resp"
 
     def __init__(
-        self, model: str, spell: Callable[[int], str], body: ResponsesRequest, parser: AnswerParser | None
+        self,
+        model: str,
+        spell: Callable[[int], str],
+        body: ResponsesRequest,
+        params: SamplingParams,
+        parser: AnswerParser | None,
     ) -> None:
         super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
-        self._body, self._parser = body, parser
+        self._body, self._params, self._parser = body, params, parser
         self._items: list[Object] = []
         self._is_open = False  # the last item may go on
         self._reasoning_tokens = 0
@@ -166,11 +172,11 @@ class ResponsesDialect(Dialect):
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": body.temperature,
+            "temperature": self._params.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
             "tool_choice": choice,
             "tools": [tool.model_dump() for tool in body.tools],
-            "top_p": body.top_p,
+            "top_p": self._params.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),
             "metadata": {},

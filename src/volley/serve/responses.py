@@ -1,5 +1,6 @@
 """``/v1/responses``: what clients may send there. A request is turned into a chat's, and nothing is kept between two of them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -65,8 +66,22 @@ class CallItem(_Item):
     arguments: Text
 
 
+class CustomCallItem(_Item):
+    """A call whose argument is one text. Here it is a function's, in an object."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+    namespace: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input}, ensure_ascii=False)
+
+
 class OutputItem(_Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: Content
 
@@ -86,7 +101,9 @@ def _kind(item: Any) -> str:
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[OutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
@@ -126,6 +143,8 @@ class AllowedFunctions(Strict):
 
 
 class TextFormat(Strict):
+    may_ignore = False
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -165,8 +184,10 @@ class ResponsesRequest(Body, Sampling):
         "previous_response_id": (),
         "previous_input_messages": (),
         "prompt": (),
+        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
+        "structured_outputs": ({},),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -175,6 +196,8 @@ class ResponsesRequest(Body, Sampling):
         "previous_response_id": "this server keeps no responses; send the whole conversation as input",
         "conversation": "this server keeps no conversations; send the whole conversation as input",
         "background": "this server answers while the client waits; leave it out, or set stream",
+        "response_format": "use text.format",
+        "structured_outputs": "use text.format",
     }
     elsewhere: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "use max_output_tokens",
@@ -182,8 +205,6 @@ class ResponsesRequest(Body, Sampling):
         "max_tokens": "use max_output_tokens",
         "messages": "use input, or /v1/chat/completions",
         "reasoning_effort": "use reasoning.effort",
-        "response_format": "use text.format",
-        "structured_outputs": "use text.format",
     }
     without_effect: ClassVar = (
         "client_metadata",
@@ -233,7 +254,7 @@ class ResponsesRequest(Body, Sampling):
             "model": self.model,
             "messages": _messages(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
-            **{name: getattr(self, name) for name in Sampling.model_fields},
+            **{name: getattr(self, name) for name in Sampling.model_fields.keys() & self.model_fields_set},
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools
@@ -295,7 +316,7 @@ def _messages(given: Sequence[Item], instructions: str | None) -> list[dict[str,
         match item:
             case OutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            case CallItem():
+            case CallItem() | CustomCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)

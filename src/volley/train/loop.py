@@ -12,6 +12,7 @@ from volley.files import make_folder
 from volley.memory.device import synchronise
 from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
+from volley.train.begin import soften
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
 from volley.train.evaluate import HeldOut
@@ -20,7 +21,7 @@ from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
 from volley.train.optimizer import make_optimizer
-from volley.train.options import TrainConfig
+from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.report import Reporter
 from volley.train.schedule import Interval, Schedule, learning_rate_scale
@@ -29,6 +30,8 @@ from volley.train.step import Slots, StepFunction
 from volley.train.vocabulary import loss_tokens
 
 _CLEARLY_WORSE = 0.97
+PROBED, PROBED_BLOCKS = 8, 4
+"""Documents that a new drafter is tried on, and blocks of each."""
 
 
 def train(config: TrainConfig) -> Path:
@@ -80,10 +83,19 @@ class Trainer:
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
         self.source: FeatureSource | FeatureCache = _feature_source(config, self.data, self.learner, self.step_function)
         self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
+        if config.init in (None, RANDOM):
+            soften(self.learner.model.drafter.norm, self._probe)
         self.values: dict[str, Any] = {}
         """Of the last evaluation."""
         self.update_seconds = 0.0
         """Of all steps, what the optimizer took; it takes as long for a small batch as for a large one."""
+
+    def _probe(self) -> float:
+        """The loss of some blocks of the first documents."""
+        documents = self.data.documents[:PROBED]
+        drawn = [self.step_function.draw_anchors(document, index, 0) for index, document in enumerate(documents)]
+        features = self.source(documents, range(len(documents)))
+        return self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""

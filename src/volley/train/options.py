@@ -1,4 +1,4 @@
-"""Every option of a drafter's training, with the paper's values as defaults (DFlash §4.2, §A.1), and of a pilot's."""
+"""Options of a drafter's training (DFlash §4.2, §A.1; smaller sizes by default) and of a pilot's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,6 +41,8 @@ SHAPE_OPTIONS = (
 )
 """Options that make a drafter what it is; an adapter has them from its drafter."""
 
+RANDOM = "random"
+"""As ``init``: random weights."""
 LONGEST = 8192
 """Tokens of a document in trainings that choose their batches themselves: what is longer than a batch is one of its own."""
 
@@ -85,7 +87,8 @@ class TrainConfig:
     """With ``keep_best``: stop after so many evaluations in a row whose real τ is 3 % or more below the best."""
 
     init: str | None = None
-    """Folder of a drafter of the same shape to start from; a sequential head may be new. By default random weights."""
+    """Folder of a drafter of the same shape to start from; a sequential head may be new. By default copies of the target's last
+    layers; ``random``: random weights."""
     keep_shape: bool = False
     """Take the shape, mask token and sequential head of the drafter in ``init``, instead of naming them option by option."""
     lora_rank: int | None = None
@@ -227,7 +230,7 @@ class TrainConfig:
             raise ConfigError("an adapter is trained whole and with AdamW; leave out fsdp and optimizer='muon'")
 
     def _check_shape(self, needs: str, keeps: str) -> None:
-        if self.init is None:
+        if self.init in (None, RANDOM):
             raise ConfigError(f"{needs}, and none is named; give its folder as init")
         for name in SHAPE_OPTIONS:
             if getattr(self, name) != self.__dataclass_fields__[name].default:

@@ -94,20 +94,6 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
     )
 
 
-@torch.no_grad()
-def start_at_head(drafter: Drafter, target: PreTrainedModel) -> None:
-    """Give a new drafter the scale of the target's last norm: its states go through the same head."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    weight = getattr(norm, "weight", None)
-    if norm is None or weight is None or weight.shape != drafter.norm.weight.shape:
-        return
-    probe = torch.ones_like(weight)
-    probe[1::2] = -1  # of mean 0 and size 1, which every kind of norm leaves alone but for its scale
-    scale = (norm(probe[None])[0] / probe).float()
-    if bool(scale.isfinite().all()):
-        drafter.norm.weight.copy_(scale)
-
-
 def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
     """The drafter in ``path`` in fp32; an error if it is another target's."""
     drafter = Drafter.from_pretrained(path, torch.float32)

@@ -1,6 +1,6 @@
 """Where a search begins: the shape of a drafter and its learning rate, from the target's config alone.
 
-The shapes follow the published drafters of each family (DFlash and DSpark checkpoints). A drafter that exists says itself what it
+The shapes begin at those of published drafters (DFlash and DSpark checkpoints). A drafter that exists says itself what it
 is, so a preset is only ever the starting point of a training.
 """
 

@@ -160,7 +160,7 @@ def foreign() -> dict[str, Any]:
         ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
         ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
-        ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor is 1; it must be true or false"),
         ({"target_hidden_size": -1}, "target_hidden_size is -1; it must be an integer of at least 1"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),
@@ -485,7 +485,8 @@ def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
     [
         ({"markov_head_type": "looped"}, "markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"),
         ({"dflash_config": 3}, "dflash_config is 3; it must be an object"),
-        ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
+        ({"markov_rank": -1}, r"head\.rank is -1; it must be a positive integer"),
+        ({"query_zero_predicts_next": True, "sample_from_anchor": False}, "contradict each other"),
         ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
         ({"block_size": "7"}, "block_size is '7'; it must be an integer"),
         ({"confidence_layers": 2}, "unknown drafter config key 'confidence_layers'"),

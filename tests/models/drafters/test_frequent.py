@@ -160,7 +160,7 @@ def test_a_text_of_rare_tokens_is_drafted_once_they_are_seen(rare_pair: Path) ->
     )
     assert engine.drafter is not None
     assert engine.drafter.frequent_head is not None
-    plain = Engine(engine.target, num_pages=64, prefix_caching=False)
+    plain = Engine(engine.target, num_pages=64, prefix_caching=False, block_size=1)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=48, temperature=temperature, seed=3, ignore_eos=True)
         (found,) = engine.generate([[VOCAB - 1 - token for token in prompt]], params)

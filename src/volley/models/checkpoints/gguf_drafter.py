@@ -92,7 +92,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
     head, rows = None, None
     if "markov_w1.weight" in file.names:
         head = HeadConfig(type="dspark", rank=file.shape("markov_w1.weight")[1])
-    from_anchor = head is not None and bool(file.get("sample_from_anchor", True))
+    from_anchor = bool(file.get("sample_from_anchor", head is not None))
     if "output.weight" in file.names:
         rows = file.shape("output.weight")[0]
     vocab_size = file.get("vocab_size") or file.num_tokens

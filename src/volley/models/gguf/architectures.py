@@ -66,6 +66,12 @@ class Architecture:
     """The rotary part of a head may be smaller than the head."""
     unchanging: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that may stand in keys that are not read."""
+    variant: Callable[[GGUFFile], tuple[str, str] | None] = lambda _file: None
+    """Other names of classes for some files."""
+
+    def classes(self, file: GGUFFile) -> tuple[str, str]:
+        """Names of transformers' classes of the config and of the model."""
+        return self.variant(file) or (self.config, self.model)
 
     @property
     def layer_names(self) -> Mapping[str, str]:
@@ -73,6 +79,10 @@ class Architecture:
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def _as_it_is(parts: Sequence[Tensor], _config: Any) -> Tensor:
+    return parts[0]
 
 
 def _less_one(parts: Sequence[Tensor], _config: Any) -> Tensor:
@@ -171,9 +181,14 @@ def _biases(file: GGUFFile) -> Values:
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
+def num_layers(file: GGUFFile) -> int:
+    """Number of layers without those that predict further tokens, which come last and are not used."""
+    return int(file.require("block_count")) - int(file.get("nextn_predict_layers", 0))
+
+
 def layer_types(file: GGUFFile, every: int) -> list[str]:
     """Which layers have a window: as the file says, or all but each ``every``-th."""
-    number = file.require("block_count")
+    number = num_layers(file)
     said = file.get("attention.sliding_window_pattern", every)
     slides = said if isinstance(said, list) else [said == 0 or (layer + 1) % said != 0 for layer in range(number)]
     if not file.get("attention.sliding_window", 0):
@@ -182,7 +197,7 @@ def layer_types(file: GGUFFile, every: int) -> list[str]:
 
 
 def _gemma_2(file: GGUFFile) -> Values:
-    layers, window = file.require("block_count"), file.get("attention.sliding_window", 4096)
+    layers, window = num_layers(file), file.get("attention.sliding_window", 4096)
     return {
         "sliding_window": window,
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
@@ -225,6 +240,7 @@ def _phi_3(file: GGUFFile) -> Values:
             "long_factor": file.dense(LONG_FACTORS).tolist(),
             "attention_factor": float(file.require("rope.scaling.attn_factor")),
             "original_max_position_embeddings": context,
+            "factor": file.require("context_length") / context,
         }
     return {
         "rope_parameters": values,
@@ -267,6 +283,210 @@ def _qwen_2_moe(file: GGUFFile) -> Values:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def _gpt_oss(file: GGUFFile) -> Values:
+    """Windows are in every other layer."""
+    layers = num_layers(file)
+    return {
+        "num_local_experts": file.require("expert_count"),
+        "num_experts_per_tok": file.require("expert_used_count"),
+        "intermediate_size": file.require("expert_feed_forward_length"),
+        "sliding_window": file.require("attention.sliding_window"),
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "rope_parameters": {**rope(file), "truncate": False},
+    }
+
+
+def _alternating(parts: Sequence[Tensor], _config: Any) -> Tensor:
+    """Gate and up in turn, ``[experts, in, out]``."""
+    joined = torch.stack([*parts], dim=2).flatten(1, 2)
+    return joined.transpose(1, 2) if joined.dim() == 3 else joined
+
+
+def _transposed(parts: Sequence[Tensor], _config: Any) -> Tensor:
+    return parts[0].transpose(1, 2)
+
+
+def _lfm_2(file: GGUFFile) -> Values:
+    heads = file.require("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "norm_eps": file.require("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": file.require("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _delta_net(file: GGUFFile) -> Values:
+    """Values of hybrids with gated delta nets."""
+    layers = num_layers(file)
+    every = file.get("full_attention_interval", 4)
+    recurs = file.get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(layers)])
+    value_heads = file.require("ssm.time_step_rank")
+    sections = [size for size in file.get("rope.dimension_sections", []) if size]
+    rotary = {**rope(file), "partial_rotary_factor": _rotary_part(file)}
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurs[:layers]],
+        "linear_conv_kernel_dim": file.require("ssm.conv_kernel"),
+        "linear_num_key_heads": file.require("ssm.group_count"),
+        "linear_key_head_dim": file.require("ssm.state_size"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": file.require("ssm.inner_size") // value_heads,
+        "rope_parameters": rotary | ({"mrope_section": sections, "mrope_interleaved": True} if sections else {}),
+    }
+
+
+def _delta_net_with_experts(file: GGUFFile) -> Values:
+    return {
+        **_delta_net(file),
+        **_experts(file),
+        "shared_expert_intermediate_size": file.require("expert_shared_feed_forward_length"),
+    }
+
+
+def _log_of_negative(parts: Sequence[Tensor], _config: Any) -> Tensor:
+    return torch.log(-parts[0])
+
+
+def _grouped(number: Callable[[Any], int] = lambda _config: 1, *, after_keys: bool = False) -> Order:
+    """Bring value heads, which lie in turns of the key heads, behind their key head: ``number`` rows each."""
+
+    def order(config: Any) -> Rows:
+        keys, size = config.linear_num_key_heads, number(config)
+        shared = config.linear_num_value_heads // keys
+        first = 2 * keys * config.linear_key_head_dim if after_keys else 0
+
+        def rows(data: NDArray[Any]) -> NDArray[Any]:
+            tail = data[first:]
+            heads = tail.reshape(shared, keys, size, *data.shape[1:]).swapaxes(0, 1).reshape(tail.shape)
+            return np.concatenate([data[:first], heads])
+
+        return rows
+
+    return order
+
+
+def _value_size(config: Any) -> int:
+    return int(config.linear_value_head_dim)
+
+
+def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    shared = config.linear_num_value_heads // keys
+    (weight,) = parts
+    return weight.reshape(len(weight), shared, keys, size).transpose(1, 2).reshape(weight.shape)
+
+
+def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
+    """For each key head its queries, keys, values and gates, which lie one kind after the other in newer files."""
+    keys, key = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    if len(parts) == 1:
+        return parts[0]
+    qkv, gates = parts
+    kinds = [*torch.split(qkv, [keys * key, keys * key, keys * values]), gates]
+    return torch.cat([kind.reshape(keys, -1, kind.shape[1]) for kind in kinds], dim=1).flatten(0, 1)
+
+
+_DELTA_NET = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+_DELTA_NET_CHANGES = {
+    "linear_attn.norm.weight": _as_it_is,
+    "linear_attn.A_log": _log_of_negative,
+    "linear_attn.conv1d.weight": _as_channels,
+    **_ONE_ADDED,
+}
+_QWEN_35 = {
+    **_DELTA_NET,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+_QWEN_35_ROWS = {
+    "linear_attn.in_proj_qkv": _grouped(_value_size, after_keys=True),
+    "linear_attn.conv1d": _grouped(_value_size, after_keys=True),
+    "linear_attn.in_proj_z": _grouped(_value_size),
+    "linear_attn.in_proj_a": _grouped(),
+    "linear_attn.in_proj_b": _grouped(),
+    "linear_attn.A_log": _grouped(),
+    "linear_attn.dt_bias": _grouped(),
+}
+
+
+def _latent(file: GGUFFile) -> Values:
+    """Values of multi-head latent attention; files of before it was stored absorbed have no sizes of their own for it."""
+    rotary, heads = file.require("rope.dimension_count"), file.number("attention.head_count")
+    key = file.get("attention.key_length_mla") or file.require("attention.key_length")
+    value = file.get("attention.value_length_mla") or file.require("attention.value_length")
+    for name in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
+        file.get(name)
+    scaling = rope(file)
+    if scaling["rope_type"] == "yarn":
+        mscale = round(file.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1, 6)
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
+    groups = file.get("expert_group_count", 1)
+    return {
+        "rope_parameters": scaling,
+        "num_key_value_heads": heads,
+        "head_dim": rotary,
+        "kv_lora_rank": file.require("attention.kv_lora_rank"),
+        "q_lora_rank": file.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
+        "n_routed_experts": file.require("expert_count"),
+        "num_experts_per_tok": file.require("expert_used_count"),
+        "n_shared_experts": file.require("expert_shared_count"),
+        "moe_intermediate_size": file.number("expert_feed_forward_length"),
+        "routed_scaling_factor": float(file.get("expert_weights_scale", 0.0)) or 1.0,
+        "norm_topk_prob": bool(file.get("expert_weights_norm", False)),
+        "n_group": groups,
+        "topk_group": file.get("expert_group_used_count", 1),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "num_mtp_layers": 0,
+    }
+
+
+def _deepseek_3(file: GGUFFile) -> tuple[str, str] | None:
+    """Classes of V3 where scores are sigmoids: a file that does not say so has biases of them."""
+    has_biases = any(name.endswith(".exp_probs_b.bias") for name in file)
+    is_sigmoid = file.get("expert_gating_func", 2 if has_biases else 1) == 2
+    return ("DeepseekV3Config", "DeepseekV3ForCausalLM") if is_sigmoid else None
+
+
+def _olmo_3(file: GGUFFile) -> tuple[str, str] | None:
+    return ("Olmo3Config", "Olmo3ForCausalLM") if file.get("attention.sliding_window", 0) else None
+
+
+def _olmo(file: GGUFFile) -> Values:
+    """Values of OLMo 3, which has windows and rotates there without scaling."""
+    if _olmo_3(file) is None:
+        return {}
+    full = rope(file)
+    local = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", full["rope_theta"]))}
+    return {
+        "sliding_window": file.require("attention.sliding_window"),
+        "layer_types": layer_types(file, 4),
+        "rope_parameters": {"sliding_attention": local, "full_attention": full},
+    }
+
+
+def _keys_and_values(parts: Sequence[Tensor], config: Any) -> Tensor:
+    """For each head the rows of its keys, which lie transposed, and of its values."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = parts
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 ARCHITECTURES = {
@@ -321,7 +541,117 @@ ARCHITECTURES = {
     "olmo2": Architecture(
         "Olmo2Config",
         "Olmo2ForCausalLM",
-        names={"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        _olmo,
+        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        variant=_olmo_3,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        _delta_net_with_experts,
+        {
+            **_DELTA_NET,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",
+            "attn_qkv.weight": "linear_attn.in_proj_qkvz.weight",
+            "attn_gate.weight": "linear_attn.in_proj_qkvz.weight",
+            "ssm_ba": "linear_attn.in_proj_ba",
+        },
+        changes={
+            "linear_attn.in_proj_qkvz.weight": _queries_to_gates,
+            **_DELTA_NET_CHANGES,
+            **_GATE_UP,
+            **_SHARED_GATE,
+        },
+        rotates_part=True,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        _delta_net,
+        _QWEN_35,
+        changes={"linear_attn.out_proj.weight": _grouped_inputs, **_DELTA_NET_CHANGES},
+        rows=_QWEN_35_ROWS,
+        rotates_part=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        _delta_net_with_experts,
+        {**_QWEN_35, **_EXPERTS, **_SHARED_EXPERT},
+        changes={
+            "linear_attn.out_proj.weight": _grouped_inputs,
+            **_DELTA_NET_CHANGES,
+            **_GATE_UP,
+            **_SHARED_GATE,
+        },
+        rows=_QWEN_35_ROWS,
+        rotates_part=True,
+    ),
+    "lfm2": Architecture(
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        _lfm_2,
+        {
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        ends={**_ENDS, "token_embd_norm": "model.embedding_norm"},
+        changes={"conv.conv.weight": _as_channels},
+    ),
+    "gpt-oss": Architecture(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        _gpt_oss,
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        changes={
+            "mlp.experts.gate_up_proj": _alternating,
+            "mlp.experts.gate_up_proj_bias": _alternating,
+            "mlp.experts.down_proj": _transposed,
+        },
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        _latent,
+        {
+            **_EXPERTS,
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b.weight": "self_attn.kv_b_proj.weight",
+            "attn_v_b.weight": "self_attn.kv_b_proj.weight",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        changes={**_GATE_UP, "self_attn.kv_b_proj.weight": _keys_and_values},
+        rotates_part=True,
+        variant=_deepseek_3,
     ),
 }
 """Descriptions by ``general.architecture``."""

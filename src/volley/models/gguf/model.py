@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from volley.errors import CheckpointError
 from volley.models.gguf.codes import EMBEDDING, HEAD, FileCodes, describe, plan
@@ -29,6 +29,15 @@ from volley.native.formats import STORED
 
 log = logging.getLogger("volley")
 
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys below ``general.sampling`` that llama.cpp's converter writes, and transformers' names."""
+
 
 class UnreadWeights:
     """Weights of a model on the meta device; those of a module are decoded when it is filled.
@@ -39,6 +48,8 @@ class UnreadWeights:
     def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
         self._file, self._config, self._dtype, self._files = file, model.config, model.dtype, MappedFiles()
         stored, parameters = weight_names(file), dict(model.named_parameters())
+        for own in [name for name in model.state_dict() if name not in parameters and name in stored]:
+            self._set_buffer(model, own, *stored.pop(own))
         check_names(file, parameters.keys() - stored.keys(), stored.keys() - parameters.keys())
         self._unread = {weight: stored[own] for own, weight in parameters.items()}
         changes = {weight: change_of(file.architecture, own) for own, weight in parameters.items()}
@@ -51,6 +62,11 @@ class UnreadWeights:
                 self._places.setdefault(weight, []).append((module, name))
         if weights != "bf16":
             self._tell_codes(weights)
+
+    def _set_buffer(self, model: PreTrainedModel, own: str, name: str) -> None:
+        """In fp32, as transformers keeps those of routers."""
+        owner, _, key = own.rpartition(".")
+        setattr(model.get_submodule(owner), key, self._file.dense(name))
 
     def _check_shape(self, weight: nn.Parameter) -> None:
         names = self._unread[weight]
@@ -109,8 +125,15 @@ class UnreadWeights:
         return found
 
 
+def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
+    """Set what a GGUF file says of sampling. Its numbers have single precision, so 0.6 is rounded back."""
+    for key, name in _SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            setattr(config, name, float(f"{value:.6g}") if isinstance(value, float) else value)
+
+
 def open_model(
-    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str = "sdpa"
+    path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str | None = None
 ) -> tuple[PreTrainedModel, UnreadWeights]:
     """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
     file = GGUFFile(path)
@@ -120,6 +143,7 @@ def open_model(
     model.tie_weights()
     scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
+    _read_sampling(file, model.generation_config)
     unread = UnreadWeights(model, file, weights)
     said = _decoding(file, dtype) if weights == "bf16" else describe(file, weights)
     if said:
@@ -127,7 +151,7 @@ def open_model(
     return model.eval(), unread
 
 
-def load_model(path: str | Path, dtype: torch.dtype, attention: str = "sdpa") -> PreTrainedModel:
+def load_model(path: str | Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
     model, unread = open_model(path, dtype, attention=attention)
     unread.fill(model)

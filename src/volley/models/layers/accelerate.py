@@ -1,7 +1,7 @@
 """Fewer and cheaper operations. Only the instances' ``forward`` is replaced.
 
 On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
-In bf16 decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
+In bf16 decoder layers with gated MLPs run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
 projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid
 out for the machine. RMS norms written out in Python become one operation, and experts half as many, in fp32 too. What is replaced
 holds copies of the weights, which go stale if these are trained further.
@@ -22,8 +22,9 @@ from volley.memory import kernels
 from volley.models.layers.embeddings import Lookup, scale_of
 from volley.models.layers.experts import group_experts
 from volley.models.layers.fingerprint import sample
-from volley.models.layers.fused import LINEAR, FusedLayer, layers_with_rotary
+from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
 from volley.models.layers.joined import join_layers
+from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
     Float8Product,
     Product,
@@ -213,7 +214,9 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
         layer.forward = fused
         done.update(layer.modules())
         if files is not None:
-            for name in LINEAR:
+            parts = LayerParts.of(layer)
+            assert parts is not None
+            for name in parts.linear:
                 release_weight(layer.get_submodule(name), files)
             trim()
     return done
@@ -267,22 +270,27 @@ def _shorten(module: nn.Module) -> bool:
 
 
 def _fuse_norm(norm: nn.Module) -> bool:
-    """Use the fused norm if it computes what this module computes (Gemma's, for one, scales by 1 + weight)."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, Tensor | None) or not isinstance(eps, float):
+    """Use the fused norm if it computes what this module computes."""
+    weight, eps = getattr(norm, "weight", None), eps_of(norm)
+    if not isinstance(weight, Tensor | None) or eps is None:
         return False
     if weight is not None and weight.device.type != "cpu":
         return False
-    scale = None if weight is None else weight.detach()
-    kind = torch.float32 if scale is None else scale.dtype
+    style = STYLES[0] if weight is None else style_of([norm])
+    if style is None:
+        return False
+    kind = torch.float32 if weight is None else weight.dtype
     has_kernel = native.is_built if kind == torch.float32 else native.available and kind == torch.bfloat16
+    if style != STYLES[0] and not has_kernel:
+        return False
+    scale = None if weight is None else style.scale(weight)
 
     def forward(x: Tensor) -> Tensor:
         if has_kernel and x.dtype == kind and x.is_cpu and x.is_contiguous():
-            return native.rms_norm(x, scale, eps)
-        return rms_norm(x, x.shape[-1:], scale, eps)
+            return native.rms_norm(x, scale, eps, rounds=style.rounds)
+        return rms_norm(x, x.shape[-1:], scale, eps) if weight is None or style == STYLES[0] else style(x, weight, eps)
 
-    dtype, size = (torch.bfloat16, 16) if scale is None else (scale.dtype, len(scale))
+    dtype, size = (torch.bfloat16, 16) if weight is None else (weight.dtype, len(weight))
     rounding = max(2 * torch.finfo(dtype).eps, 1e-6)
     with torch.no_grad():
         probe = torch.linspace(-2, 3, 4 * size, dtype=dtype).view(4, -1)

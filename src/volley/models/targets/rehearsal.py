@@ -50,12 +50,12 @@ def spread(tokens: int, requests: int) -> list[int]:
 def fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest run; runs are repeated until two were about equally fast, as other work may interrupt some.
 
-    A run ends when ``device`` has finished it: a GPU is still at work when its launches return.
+    The first run, which may be slow, counts as well. A run ends when ``device`` has finished it: a GPU is still at work when its
+    launches return.
     """
-    run()
     synchronise(device)
     times: list[float] = []
-    while sum(times) < _LONG and (len(times) < 2 or (times[1] > _ALIKE * times[0] and len(times) < _MOST_RUNS)):
+    while len(times) < 2 or (sum(times) < _LONG and times[1] > _ALIKE * times[0] and len(times) < _MOST_RUNS):
         started = time.perf_counter()
         run()
         synchronise(device)

@@ -49,8 +49,8 @@ class Taps:
             states = output[0] if isinstance(output, tuple) else output
             if states.dim() > 3:
                 raise UnsupportedModelError(
-                    "a layer of this target has several streams of states (Gemma 3n), so no drafter can read them; draft "
-                    "by copying from the text, with policy='goodput' and no drafter"
+                    "a layer of this target has several streams of states (Gemma 3n), so no drafter can read them; leave "
+                    "the drafter out, and drafts are copied from the text"
                 )
             self._states[index] = states
 
