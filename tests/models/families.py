@@ -27,7 +27,7 @@ JOINED: dict[str, Callable[[], Any]] = {
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=8),
 }
 SLIDING = {"sliding_window": 8}
-GEMMA: dict[str, Any] = {**COMMON, **SLIDING, "head_dim": 16, "query_pre_attn_scalar": 24}
+GEMMA: dict[str, Any] = {**COMMON, **SLIDING, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
 MORE: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: tf.Gemma2Config(**GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=6.0),
     "gemma3_text": lambda: tf.Gemma3TextConfig(

@@ -11,8 +11,9 @@ import transformers as tf
 from torch import Tensor, nn
 
 from tests.models.families import COMMON, FUSED, OTHERS
+from tests.models.test_other_attention import COUNT, answers_of
 from tests.tiles import needs_kernels
-from tests.tiny import eager_model, random_drafter
+from tests.tiny import eager_model, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import KVDtype
 from volley.memory.attention import paged_attention
@@ -129,6 +130,18 @@ def test_all_layers_at_once_and_one_by_one_agree_to_the_bit(name: str) -> None:
     target.fused = None
     for found, wanted in zip(forward(target, [13, 1, 26]), whole, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("name", FUSED)
+def test_drafted_answers_are_plain_ones(name: str, weights: Weights) -> None:
+    """Several requests at once, in chunks, with drafts that are wrong in one token of five."""
+    target = Target(accelerated(name, weights, release=True))
+    prompts, params = random_prompts(3, seed=4, vocab=60, longest=20), SamplingParams(max_tokens=COUNT)
+    engine = Engine(target, block_size=1, exact=True)
+    plainly = [next(engine.generate([prompt], params)).token_ids for prompt in prompts]
+    assert len({token for answer in plainly for token in answer}) > 8, "or this would prove little"
+    assert answers_of(target, prompts, plainly) == plainly
 
 
 @pytest.mark.parametrize("threads", [1, 3])
