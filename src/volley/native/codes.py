@@ -110,7 +110,8 @@ def put_rows_slowly(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
 
 def _padded(rows: Tensor) -> Tensor:
     """``rows`` and zeros, as many as blocks need."""
-    return torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, *rows.shape[1:])))
+    missing = -len(rows) % BLOCK
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 def _put_scales(part: Codes, to: LaidOut) -> None:
