@@ -199,7 +199,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "a block of type 'image' is not read here"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content: a block of type 'image' is not read here"),
         (
             {"messages": [USER, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]},
             "a block of type 'image' is not read here",
@@ -296,6 +296,13 @@ def test_a_server_without_chat_template_counts_tools(tiny: Tiny, tmp_path: Path)
         )
         refused = server.post("messages", asked(tools=[WEATHER]))
         assert "not known how this model writes tool calls" in refused.json()["error"]["message"]
+
+
+def test_the_models_are_listed(client: Anthropic) -> None:
+    (card,) = client.models.list().data
+    assert (card.id, card.type, card.display_name) == (MODEL, "model", MODEL)
+    assert card.created_at.year > 2000
+    assert client.models.retrieve(MODEL) == card
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,9 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The models that are served, and the names that choose an adapter for one of them."""
-        return {"object": "list", "data": [models.find(name).card(name, started) for name in models.names]}
+        names = models.names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # of Anthropic's API
+        return {"object": "list", "data": [models.find(name).card(name, started) for name in names], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:

@@ -46,7 +46,10 @@ class ApiError(Exception):
 
     def as_anthropic(self) -> dict[str, Any]:
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
+        message, param = (self.body["error"][name] for name in ("message", "param"))
+        if param is not None and param.split(".")[-1] not in str(message):  # this form has no other place for it
+            message = f"{param}: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class JSON(Response):

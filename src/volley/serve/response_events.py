@@ -54,7 +54,7 @@ class ResponsesDialect(EventDialect):
         return [self._event(response["status"], response=response)]
 
     def failing(self, error: ApiError) -> list[Any]:
-        failure = {"code": "server_error", "message": str(error)}
+        failure = {"code": "server_error", "message": error.body["error"]["message"]}
         response = self._response(None) | {"status": "failed", "error": failure}
         return [self._event("failed", response=response)]
 

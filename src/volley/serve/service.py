@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from volley.chat import Prompt
@@ -434,12 +435,15 @@ class Service:
         return self._spelling.one(token_id)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """A model as ``/v1/models`` shows it."""
+        """A model as ``/v1/models`` shows it, with the fields of Anthropic's API beside those of OpenAI's."""
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "volley",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
             "root": str(self._engine.target.model.config._name_or_path or name),
             "max_model_len": self.max_model_len,
             **({"diffusion": True} if self._engine.target.diffusion is not None else {}),
