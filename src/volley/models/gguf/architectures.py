@@ -232,7 +232,7 @@ def _query_scale(file: GGUFFile, layers_of_27b: int) -> int:
 
 def _phi_3(file: GGUFFile) -> Values:
     values = {**rope(file), "partial_rotary_factor": _rotary_part(file)}
-    context = file.get("rope.scaling.original_context_length")
+    context = file.get("rope.scaling.original_context_length") or file.require("context_length")
     if LONG_FACTORS in file.names:
         values |= {
             "rope_type": "longrope",
@@ -244,7 +244,7 @@ def _phi_3(file: GGUFFile) -> Values:
         }
     return {
         "rope_parameters": values,
-        "original_max_position_embeddings": context or file.require("context_length"),
+        "original_max_position_embeddings": context,
         "sliding_window": file.get("attention.sliding_window", 0) or None,
     }
 
@@ -309,7 +309,8 @@ def _transposed(parts: Sequence[Tensor], _config: Any) -> Tensor:
 
 
 def _lfm_2(file: GGUFFile) -> Values:
-    heads = file.require("attention.head_count_kv")
+    said = file.require("attention.head_count_kv")
+    heads = said if isinstance(said, list) else [said] * num_layers(file)
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if number else "conv" for number in heads],
