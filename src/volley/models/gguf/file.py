@@ -39,7 +39,7 @@ Rows = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether ``path`` names a GGUF file: by its ending, or by its first bytes."""
+    """Return whether ``path`` names a GGUF file: by its ending, or by its first bytes."""
     path = Path(path)
     if path.suffix == ".gguf":
         return True
