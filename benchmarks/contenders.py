@@ -1,4 +1,4 @@
-"""What takes part in ``llama_cpp.py`` in a Python process of its own: volley, transformers, vLLM, and llama.cpp's passes.
+"""Contenders of ``llama_cpp.py`` and ``published.py`` in a Python process of their own, and llama.cpp's passes.
 
 :func:`main` calls the address it is given, says that it is ready, and answers orders until it is sent ``None``.
 """
@@ -112,6 +112,37 @@ def vllm(settings: dict[str, Any]) -> Orders:
     return {"ask": ask}
 
 
+def openvino(settings: dict[str, Any]) -> Orders:
+    """OpenVINO GenAI on a folder of its converter, plain or with prompt lookup, one prompt at a time.
+
+    Its sampler has no noise of a seed that other programs share, so sampled answers are its own.
+    """
+    import numpy
+    import openvino as ov
+    import openvino_genai
+
+    own = {"prompt_lookup": True} if settings["lookup"] else {}
+    pipe = openvino_genai.LLMPipeline(settings["folder"], "CPU", INFERENCE_NUM_THREADS=settings["threads"], **own)
+
+    def ask(prompts: list[list[int]], max_tokens: int, temperature: float, seed: int) -> Answer:
+        (prompt,) = prompts
+        config = pipe.get_generation_config()
+        config.max_new_tokens, config.do_sample, config.rng_seed = max_tokens, temperature > 0, seed
+        if temperature > 0:
+            config.temperature, config.top_p, config.top_k = temperature, 1.0, 2**31 - 1
+        if settings["lookup"]:
+            config.num_assistant_tokens, config.max_ngram_size = 5, 3
+        started = time.perf_counter()
+        found = pipe.generate(ov.Tensor(numpy.array([prompt], dtype=numpy.int64)), config)
+        seconds = time.perf_counter() - started
+        tokens = list(found.tokens[0])
+        first = found.perf_metrics.get_ttft().mean / 1000
+        gained = len(tokens) - 1
+        return Answer([tokens], seconds, seconds - first, gained, len(found.perf_metrics.raw_metrics.m_durations) - 1)
+
+    return {"ask": ask}
+
+
 def passes(settings: dict[str, Any]) -> Orders:
     return {"target": Passes(settings["model"], settings["threads"]).seconds}
 
@@ -120,6 +151,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], Orders]] = {
     "volley": volley,
     "transformers": transformers,
     "vllm": vllm,
+    "openvino": openvino,
     "passes": passes,
 }
 

@@ -28,8 +28,8 @@ from tests.procedures.test_denoising import MASK, masked_model
 from tests.procedures.test_self_speculative import Independent, Unmatched, V, Whim, drawn, draws, exact, p_of, target
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams, Target
-from volley.models.targets.diffusion import FAST_DLLM, SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import FAST_DLLM, SDAR
 from volley.procedures.request import Request
 from volley.procedures.self_speculative import SelfSpeculative
 

@@ -32,8 +32,8 @@ from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.decode.work import Kind
 from volley.files import REFERENCE
 from volley.memory.device import give_back
-from volley.models.targets.diffusion import JOINT
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import JOINT
 from volley.proposers.scripted import ScriptedProposer
 
 CANVAS = 64

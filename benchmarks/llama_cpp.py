@@ -141,7 +141,8 @@ def process(
     options: argparse.Namespace, name: str, kind: str, settings: Mapping[str, Any]
 ) -> Iterator[tuple[Connection, int]]:
     """A line to a contender in a Python process of its own."""
-    python = str(options.vllm_python) if kind == "vllm" else sys.executable
+    python = str({"vllm": "vllm_python", "openvino": "openvino_python"}.get(kind, ""))
+    python = str(getattr(options, python)) if python else sys.executable
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": str(options.threads)}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}"}
     print(f"starting {name}", file=sys.stderr, flush=True)

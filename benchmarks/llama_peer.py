@@ -127,7 +127,8 @@ def is_fresh(made: Path, folder: Path) -> bool:
 
 def quantised(source: Path, made: Path, weights: str) -> Path:
     partial = made.with_suffix(".partial")
-    run([str(BINARIES / "llama-quantize"), str(source), str(partial), weights.upper()], made.with_suffix(".log"))
+    command = [str(BINARIES / "llama-quantize"), "--allow-requantize", str(source), str(partial), weights.upper()]
+    run(command, made.with_suffix(".log"))
     return partial.rename(made)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from volley.config import DecodingConfig
 from volley.decode.detokenize import Detokenizer
 from volley.decode.sampling import PositionNoise
+from volley.decode.stops import StopFinder
 from volley.decode.tree import position_lattices
 from volley.decode.work import Work
 from volley.engine.step import Step
@@ -40,6 +41,7 @@ def request(
         "noise": PositionNoise(params.seed or 0),
         "max_length": len(token_ids) - answered + params.max_tokens,
         "stop_token_ids": frozenset(params.stop_token_ids),
+        "stops": StopFinder(params.stop, {}),
         "detokenizer": Detokenizer(None),
         "table": table,
         "draft_table": table,

@@ -195,12 +195,33 @@ def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path)
         assert json.loads(line)["messages"][1]["content"] + "\n" == expected
     with pytest.raises(ConfigError, match="raw goes without the chat template"):
         run("generate", "Hello", "--raw", "--thinking", *common)
+    with pytest.raises(ConfigError, match="--chat-template is about"):
+        run("generate", "Hello", "--raw", "--chat-template", "default", *common)
     with pytest.raises(ConfigError, match="no thinking switch"):
         run("generate", "Hello", "--thinking", "--target", tiny_pair.target, *FAST)
+    file = tmp_path / "other.jinja"
+    file.write_text("Hello, T")
+    expected, _ = run("generate", "Hello, T", "--raw", *common)
+    assert run("generate", "anything", "--chat-template", file, *common)[0] == expected
     out = tmp_path / "bench"
     measured = ("--datasets", prompts, "--num-prompts", 1, "--repeats", 1, "--out", out)
     run("bench", "--no-thinking", *measured, *common)
     assert json.loads((out / "report.json").read_text())["config"]["thinking"] is False
+
+
+def test_a_models_own_sampling_is_in_force_unless_told_otherwise(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    shutil.copytree(tiny_pair.target, folder)
+    own = {"do_sample": True, "temperature": 1.5, "top_k": 9, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    common = ("--target", folder, "--drafter", "none", "--seed", 4, *FAST)
+    answer, told = run("generate", "Hello", *common)
+    assert "The model's own sampling: temperature 1.5, top_k 9, max_tokens 5" in told
+    by_hand = ("--temperature", 1.5, "--top-k", 9, "--max-tokens", 5, "--generation-config", "none")
+    assert run("generate", "Hello", *common, *by_hand)[0] == answer
+    greedy = run("generate", "Hello", "--max-tokens", 5, "--generation-config", "none", *common)
+    assert run("generate", "Hello", "--temperature", 0, *common)[0] == greedy[0] != answer
+    assert "own sampling" not in greedy[1]
 
 
 def test_options_of_servers_are_refused_without_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.conftest import TinyPair
 from volley import Engine
 from volley.console import Comparison, Paper, answer_all, demo_diffusion, explain_difference, median_turn
-from volley.models.targets.diffusion import JOINT
+from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 from volley.prompts import Conversation
 from volley.types import MASKED, GenerationResult, GenerationStats, SamplingParams

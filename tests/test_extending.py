@@ -10,7 +10,7 @@ EXAMPLES = dict(re.findall(r"^## (A [a-z ]+)\n.*?^```python\n(.*?)^```$", PAGE, 
 
 
 def test_every_seam_has_an_example() -> None:
-    assert set(EXAMPLES) == {"A proposer", "A policy", "A procedure", "A token rule"}
+    assert set(EXAMPLES) == {"A family of diffusion models", "A proposer", "A policy", "A procedure", "A token rule"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -18,7 +18,10 @@ def test_every_public_name_is_importable_and_sorted() -> None:
 
 
 def test_the_public_names_are_the_documented_ones() -> None:
-    settings, extension_points = ["CapacityConfig", "DecodingConfig", "DiffusionParams"], ["Policy", "Proposer"]
+    settings, extension_points = (
+        ["CapacityConfig", "DecodingConfig", "DiffusionParams"],
+        ["Policy", "Proposer", "register_family"],
+    )
     engine = ["Drafter", "Engine", "GenerationResult", "GenerationStats", "SamplingParams", "Target", "TextChunk"]
     assert volley.__all__ == sorted([*engine, "Grammar", *settings, *extension_points])
 

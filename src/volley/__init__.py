@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from volley.engine.engine import Engine
     from volley.grammar import Grammar
     from volley.models.drafters.drafter import Drafter
+    from volley.models.targets.families import register_family
     from volley.models.targets.target import Target
     from volley.policies.base import Policy
     from volley.proposers.base import Proposer
@@ -27,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "Target",
     "TextChunk",
+    "register_family",
 ]
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ _HOMES = {
     "Policy": "volley.policies.base",
     "Proposer": "volley.proposers.base",
     "Target": "volley.models.targets.target",
+    "register_family": "volley.models.targets.families",
 }
 
 

@@ -5,11 +5,12 @@ A base model has no chat template. It takes the text of a single user message as
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
-from volley.errors import ConfigError, InputError
+from volley.errors import ConfigError, InputError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # the command line loads it only when it is needed
@@ -48,12 +49,43 @@ def encode_prompt(
     return token_ids
 
 
-def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None = None) -> str | None:
-    """The tokenizer's chat template, ``None`` for a base model; an error if it ignores the switch ``thinking``."""
+def own_template(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool = False) -> str | None:
+    """Return the chat template that the tokenizer chooses, ``None`` for a base model.
+
+    Among several named templates it chooses ``tool_use`` for a conversation with tools, and ``default`` otherwise.
+    """
     template = tokenizer.chat_template
-    if thinking is not None and "enable_thinking" not in str(template):
-        raise ConfigError("the target's chat template has no thinking switch; leave thinking unset")
+    if isinstance(template, Mapping) and template:
+        try:
+            return str(tokenizer.get_chat_template(tools=[] if with_tools else None))
+        except ValueError:
+            names = ", ".join(sorted(template))
+            raise ConfigError(
+                f"the tokenizer has the chat templates {names}, and none is the default; choose one with --chat-template"
+            ) from None
     return str(template) if template else None
+
+
+def find_template(tokenizer: "PreTrainedTokenizerBase", choice: str | Path) -> str:
+    """Return the chat template that ``choice`` says: the name of one of the tokenizer's, or a file of Jinja."""
+    own = tokenizer.chat_template or {}
+    named: Mapping[str, str] = own if isinstance(own, Mapping) else {"default": own}
+    if (template := named.get(str(choice))) is not None:
+        return template
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = f"one of the tokenizer's templates ({', '.join(sorted(named)) or 'it has none'})"
+        remedy = did_you_mean(str(choice), named) or f"give a file of Jinja, or {names}"
+        raise ConfigError(f"the chat template {str(choice)!r} cannot be read ({error}); {remedy}") from error
+
+
+def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None = None) -> str | None:
+    """Return :func:`own_template`; an error if it ignores the switch ``thinking``."""
+    template = own_template(tokenizer)
+    if thinking is not None and "enable_thinking" not in (template or ""):
+        raise ConfigError("the target's chat template has no thinking switch; leave thinking unset")
+    return template
 
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str | bool:

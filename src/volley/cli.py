@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -138,22 +138,59 @@ def load_engine(
     return Engine.from_pretrained(target, dtype=dtype, config=decoding, capacity=capacity, **options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are sampled. What is left out is the model's own choice, or greedy."""
+
+    temperature: float | None = None
+    """0 is greedy, and the default where the model's generation config says nothing."""
+    top_p: float | None = None
+    """Keep the likeliest tokens of this total probability."""
+    top_k: int | None = None
+    """Keep so many of the likeliest tokens; 0 keeps all."""
+    min_p: float | None = None
+    """Keep tokens at least this share as likely as the likeliest."""
+    seed: int | None = None
+    """With it, the same answer is drawn again."""
+    max_tokens: int | None = None
+    """Longest answer, in tokens."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Options of sampling left out: auto takes what the model's generation config sets."""
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given, by name."""
+        return {name: own for name, own in asdict(self).items() if own is not None and name != "generation_config"}
+
+    def params(self, **fixed: Any) -> "SamplingParams":
+        """Return the parameters of requests; options that were given win over ``fixed``."""
+        from volley.types import SamplingParams
+
+        return SamplingParams(**{**fixed, **self.given()})
+
+    def with_defaults(self, params: "SamplingParams", engine: "Engine") -> "SamplingParams":
+        """Return ``params`` with the model's own values of what was left out, and say which these are."""
+        from volley import console
+        from volley.models.targets.sampling_defaults import sampling_defaults
+
+        found = sampling_defaults(engine.target.model.generation_config) if self.generation_config == "auto" else {}
+        own = {name: value for name, value in found.items() if name not in self.given()}
+        if own:
+            told = ", ".join(f"{name} {value:g}" for name, value in own.items())
+            console.stderr().print(f"The model's own sampling: {told} (--generation-config none goes without)")
+        return replace(params, **own)
+
+
 @app.command()
 @expand
 def generate(
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: CapacityConfig,
+    sampling: SamplingOptions,
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="With it, the same answer is drawn again.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
     diffusion: Annotated[
@@ -165,30 +202,34 @@ def generate(
         bool | None,
         typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Name of one of the tokenizer's chat templates, or file of a Jinja template.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
     ] = False,
 ) -> None:
     """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
-    _check_asked(prompt, prompts, compare=compare, raw_and_thinking=raw and thinking is not None)
+    _check_asked(prompt, prompts, compare=compare)
+    if raw and (thinking is not None or chat_template is not None):
+        option = "--thinking" if chat_template is None else "--chat-template"
+        raise ConfigError(f"--raw goes without the chat template, which {option} is about; give one of them")
     conversations = load_prompts(prompts) if prompts is not None else []
-    from volley.types import DiffusionParams, SamplingParams
+    from volley.types import DiffusionParams
 
     words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
+    params = sampling.params(
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(words) if words else None,
     )
     engine = load_engine(models, decoding, capacity)
     from volley import console
+    from volley.chat import find_template
 
+    params = sampling.with_defaults(params, engine)
+    if chat_template is not None and engine.tokenizer is not None:
+        engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:
         console.check_comparable(engine, params)
     if adapter is not None:
@@ -208,39 +249,28 @@ def chat(
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: CapacityConfig,
+    sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="How the model shall answer; /system changes it.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep so many of the likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens at least this share as likely as the likeliest.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="With it, the same answers are drawn again.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 1024,
     thinking: Annotated[
         bool | None,
         typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
     ] = None,
 ) -> None:
     """Chat with a model in the terminal: answers as they come, their speed, and what of them was drafted. Pipes work too."""
-    from volley.types import SamplingParams
-
-    params = SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-    )
+    params = sampling.params(max_tokens=1024)
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.dialogue import Dialogue, converse
 
-    out = console.stdout()
+    out, params = console.stdout(), sampling.with_defaults(params, engine)
     converse(Dialogue(engine, params, out, console.stderr(), system=system, thinking=thinking), out)
 
 
-def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool, raw_and_thinking: bool) -> None:
+def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> None:
     if (prompt is None) == (prompts is None):
         raise ConfigError("give either a prompt or --prompts FILE")
     if prompt == "":
         raise InputError("the prompt is empty; give at least one word to answer")
-    if raw_and_thinking:
-        raise ConfigError("--raw goes without the chat template, which thinking is a setting of; give one of them")
     if compare and prompts is not None:
         raise ConfigError("--compare looks at one prompt; for many, use volley bench")
 
@@ -340,6 +370,11 @@ def bench(
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
     config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
+    largest = max(config.block_sizes, default=1)
+    if largest > 1 and (
+        models.drafter or models.target is None
+    ):  # blocks above the trained one are drafted if asked for here
+        decoding = replace(decoding, block_size=largest)
     engine = load_engine(models, decoding, capacity)
     from volley import console
     from volley.bench.report import to_tables

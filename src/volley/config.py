@@ -1,5 +1,6 @@
 """The settings of an engine: how it decodes, and how much it does at once. Declared here once, with their help texts."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -27,6 +28,8 @@ class DraftingConfig:
     denoising_threshold: float | None = None
     """With several denoising passes: each also reveals positions whose likeliest token has a higher probability, and a full block
     ends them. By default the schedule alone decides."""
+    draft_temperature: float | None = None
+    """Temperature at which drafts are drawn; by default the request's own. It changes speed, never the distribution."""
     draft_window: int | None = None
     """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
 
@@ -39,11 +42,26 @@ class DraftingConfig:
             raise ConfigError(
                 f"denoising_threshold is {self.denoising_threshold}; give a probability in (0, 1], or None for the schedule alone"
             )
+        if self.draft_temperature is not None and not 0 <= self.draft_temperature < math.inf:
+            raise ConfigError(f"draft_temperature is {self.draft_temperature}; give a finite number of at least 0")
         if self.draft_window is not None and self.draft_window < 0:
             raise ConfigError(
                 f"draft_window is {self.draft_window}; give at least 1 token, 0 for the whole context, or None for the "
                 "drafter's own"
             )
+
+    @property
+    def fixed_block(self) -> int:
+        """Return the block size that a fixed policy names, anchor included; 0 if none does."""
+        name, _, size = self.policy.partition(":") if isinstance(self.policy, str) else ("", "", "")
+        return int(size) if name == "fixed" and size.isdecimal() else 0
+
+    def largest_block(self, trained: int) -> int:
+        """Return the largest block that is drafted: the drafter's own, which it was ``trained`` for, or a fixed policy's.
+
+        Positions beyond the trained block are masks like all others; they are guessed worse (DFlash, Table 7).
+        """
+        return max(trained, self.fixed_block)
 
     def given(self) -> list[str]:
         """Names of the settings that are not the default."""
@@ -106,6 +124,11 @@ class DecodingConfig(DraftingConfig):
             )
 
     @property
+    def fixed_block(self) -> int:
+        """Return the block size that a fixed policy names, anchor included; 0 if none does."""
+        return self.block_size or super().fixed_block
+
+    @property
     def max_tree_nodes(self) -> int | None:
         """Draft tokens of the tree that replaces each chain; 0: no trees, ``None``: the policy decides."""
         if self.tree_nodes is not None:
@@ -157,6 +180,7 @@ class CapacityConfig:
 
 
 _OF_DRAFTERS = (
+    "draft_temperature",
     "denoising_steps",
     "denoising_schedule",
     "denoising_threshold",

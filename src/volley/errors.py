@@ -8,6 +8,7 @@ VolleyError
 ├── MismatchError       a drafter that does not fit its target
 ├── UnsupportedModelError   an architecture that cannot run losslessly on the paged cache
 ├── CapacityError       a pool too small for a single request
+├── NonFiniteError      a request for which the target computes NaN or infinite numbers
 ├── ParallelError       processes of one target that are lost or out of step
 └── EndpointError       a remote endpoint that did not answer usefully
 """
@@ -55,6 +56,10 @@ class UnsupportedModelError(VolleyError):
 
 class CapacityError(VolleyError):
     """The configured KV pool cannot hold even one request."""
+
+
+class NonFiniteError(VolleyError):
+    """A request whose logits are not finite, which ended without being answered to its end."""
 
 
 class ParallelError(VolleyError):

@@ -17,7 +17,7 @@ from torch import Tensor
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 from volley.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 DiffusionMode = Literal["diffusion", "autoregressive", "self"]
 Strategy = Literal[
     "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded", "editing", "entropy_renoise"
@@ -125,7 +125,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy, and so is anything below 1e-5, which logits could not be divided by. ``top_k`` 0, ``top_p`` 1
     and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
-    ``stop`` strings end the text before they appear in it; ``stop_token_ids`` add to the model's own end tokens, which
+    ``stop`` strings end the text before they appear in it, or before tokens that they spell and that the text does not show;
+    ``stop_token_ids`` add to the model's own end tokens, which
     ``ignore_eos`` switches off; the text shows none of them. Without ``skip_special_tokens`` it shows other special tokens.
     ``logprobs`` records the log-probability of each chosen token under the target's
     unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``prompt_logprobs`` (``None``: none) does the
@@ -404,6 +405,8 @@ class GenerationResult:
     """Log-probability of each prompt token but the first, given those before it, if asked for."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
     """The likeliest tokens where each of these stands."""
+    error: str | None = None
+    """Why the request ended, if ``finish_reason`` is "error": its logits are not finite. The tokens before are right."""
 
 
 MASKED = "░"

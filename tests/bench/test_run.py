@@ -12,7 +12,7 @@ from volley import Engine
 from volley.bench.run import run_bench
 from volley.bench.tasks import BenchConfig
 from volley.errors import ConfigError
-from volley.models.targets.diffusion import JOINT
+from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 
 

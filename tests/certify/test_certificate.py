@@ -21,7 +21,7 @@ from volley.certify.sampled import Way, check_way
 from volley.certify.subject import EngineSubject
 from volley.errors import CheckpointError
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.diffusion import JOINT, SDAR
+from volley.models.targets.families import JOINT, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.in_place import InPlace
 from volley.procedures.self_speculative import SelfSpeculative

@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import make_pair
 from volley import Engine, SamplingParams
-from volley.decode.thinking import ThinkingBudget
+from volley.decode.thinking import Spelt, ThinkingBudget
 
 OPEN, CLOSE = [5, 6], [7, 8]
 
@@ -40,6 +40,24 @@ def test_a_prompt_that_has_opened_it() -> None:
     assert allowed(ThinkingBudget(OPEN, CLOSE, 0, is_open=True)) == [7]
     rows = ThinkingBudget(OPEN, CLOSE, 1, is_open=True).apply(torch.zeros(2, 10), [(), (1,)])
     assert (rows.softmax(dim=-1) > 0).sum(dim=1).tolist() == [10, 1]
+
+
+TEXTS = ["", "<", "th", "ink>", "</", "a", " ", "<think>", "</think>", ">.</"]
+SPELT = Spelt("<think>", "</think>", TEXTS.__getitem__, at_start=True)
+
+
+def test_markers_are_found_whatever_tokens_spell_them() -> None:
+    """The tokenizer has each as one token, 7 and 8, and ordinary tokens may spell them too."""
+    for opened in ([7], [6, 7], [1, 2, 3]):
+        rule = ThinkingBudget([7], [8], 2, is_open=False, spelt=SPELT)
+        assert allowed(rule, *opened, 5, 5) == [8], "the budget is spent"
+        for closed in ([8], [4, 2, 3], [9, 2, 3], [5, 4, 2, 3]):
+            assert len(allowed(rule, *opened, *closed, 5, 5, 5)) == 10, "reasoning has closed by itself"
+    for begun in ([5, 7], [2, 7], [1, 2, 5, 7]):
+        rule = ThinkingBudget([7], [8], 2, is_open=False, spelt=SPELT)
+        assert len(allowed(rule, *begun, 5, 5, 5)) == 10, "a marker in the middle of an answer opens nothing"
+    anywhere = SPELT._replace(at_start=False)
+    assert allowed(ThinkingBudget([7], [8], 2, is_open=False, spelt=anywhere), 5, 1, 2, 3, 5, 5) == [8]
 
 
 def test_a_forced_token_that_another_rule_forbids_is_still_drawn() -> None:

@@ -17,8 +17,8 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import Canvas, Reveal
 from volley.decode.work import Kind
 from volley.engine.recovery import recover
-from volley.models.targets.diffusion import SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import SDAR
 from volley.models.targets.target import Target
 from volley.procedures import denoising
 from volley.procedures.request import Request

@@ -24,7 +24,7 @@ from volley.engine.recovery import recover
 from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.models.drafters.backlog import Backlog
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.diffusion import FAST_DLLM, JOINT, SDAR
+from volley.models.targets.families import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.types import CanvasDraft
@@ -457,7 +457,7 @@ def test_fast_dllm_and_mixtures_are_recognised_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "remedy"),
-    [("llada", "sdar"), ("Dream", "sdar"), ("llada2_moe", r"Target\(model, tokenizer, LLADA2\)")],
+    [("llada", "sdar"), ("Dream", "sdar"), ("llada2_moe", "Register a class for it")],
 )
 def test_models_without_an_exact_cache_are_refused(folder: Path, model_type: str, remedy: str) -> None:
     rename(folder, model_type=model_type)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, OlmoConfig
+from transformers import AutoModelForCausalLM, Cohere2Config, OlmoConfig
 
 from tests.engine.test_exact import CHATS, GREEDY, loaded, plain, tokens
 from tests.tiles import needs_kernels
@@ -43,7 +43,7 @@ def test_exact_is_refused_in_fp32(pair: Pair) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("config", [Gemma3TextConfig, OlmoConfig])
+@pytest.mark.parametrize("config", [Cohere2Config, OlmoConfig])
 def test_exact_is_refused_where_a_part_runs_on_pytorch(config: Callable[..., Any]) -> None:
     model = AutoModelForCausalLM.from_config(
         config(

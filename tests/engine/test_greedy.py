@@ -12,6 +12,7 @@ from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, 
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
 from volley.engine.states import DraftRing, num_rings
+from volley.errors import ConfigError
 from volley.models.checkpoints.checkpoint import HeadConfig
 
 COUNT = 20
@@ -51,6 +52,18 @@ def test_answers_vary() -> None:
     """Or the tests below would prove little."""
     assert len({tuple(answer) for answer in expected()}) > 6
     assert len({token for answer in expected() for token in answer}) > 15
+
+
+@pytest.mark.parametrize("options", [{"policy": "fixed:12"}, {"block_size": 9, "draft_window": 8}])
+def test_blocks_above_the_trained_one_are_drafted_by_the_same_masks(pair: Pair, options: dict[str, Any]) -> None:
+    engine = taught(pair, **options)
+    results = run(engine)
+    assert tokens(results) == expected()
+    assert max(size for result in results for size in result.stats.block_sizes) == engine.block_size > 6
+    longest = max(length for result in results for length in result.stats.accepted_lengths)
+    assert longest > 6 or "draft_window" in options, "later positions are kept too"
+    with pytest.raises(ConfigError, match=r"beyond the .* make the engine with block_size"):
+        engine.block_size = engine.block_size + 1
 
 
 @pytest.mark.parametrize("block_size", range(1, 7))

@@ -14,7 +14,7 @@ from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
 from volley.config import KVDtype
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
-from volley.models.targets.diffusion import LLADA2, SDAR
+from volley.models.targets.families import LLADA2, SDAR
 from volley.models.targets.target import Target
 
 LENGTH = 4

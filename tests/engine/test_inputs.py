@@ -103,7 +103,7 @@ def test_a_request_larger_than_the_pool(pair: Pair) -> None:
         ({"verification": "speculative", "denoising_steps": 2}, "use verification='match' or denoising_steps=1"),
         ({"denoising_steps": 0}, "denoising_steps is 0; it must be at least 1"),
         ({"denoising_schedule": "sin"}, "unknown denoising schedule 'sin'"),
-        ({"block_size": 7}, "block_size 7 is beyond the 6 the drafter was trained for"),
+        ({"draft_temperature": -1.0}, "draft_temperature is -1.0; give a finite number"),
         ({"block_size": 0}, "block_size 0 cannot be used"),
         ({"max_batch_tokens": 0}, "max_batch_tokens and max_running must be at least 1"),
         ({"max_running": 0}, "max_batch_tokens and max_running must be at least 1"),

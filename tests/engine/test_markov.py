@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": VOCAB,
     },
     "reduced": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB), "draft_vocab_size": VOCAB // 2},
+    "headless": {"sample_from_anchor": True},
 }
 
 
@@ -44,9 +45,9 @@ def drafter_of(kind: str) -> Drafter:
     drafter = random_drafter(**KINDS[kind])
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.arange(len(drafter.d2t)))  # the even tokens
-    assert drafter.head is not None
-    for weight in drafter.head.parameters():
-        weight.mul_(5)  # transitions that matter
+    if drafter.head is not None:
+        for weight in drafter.head.parameters():
+            weight.mul_(5)  # transitions that matter
     return drafter
 
 
@@ -55,7 +56,8 @@ def correction(drafter: Drafter, pair: Pair, state: Tensor, before: int) -> Tens
     if isinstance(drafter.head, MarkovTables):
         bias = drafter.head.markov_w2.weight @ drafter.head.markov_w1.weight[before]
         return bias if drafter.drafted is None else torch.zeros(VOCAB).index_copy(0, drafter.drafted, bias)
-    assert drafter.head is not None
+    if drafter.head is None:
+        return torch.zeros(VOCAB)
     embedding, output = pair.hf.get_input_embeddings(), pair.hf.get_output_embeddings()
     return (output(drafter.head(state[None], embedding(torch.tensor([before])))) - output(state[None]))[0]
 
@@ -150,6 +152,69 @@ def test_checkpoints_of_others_draft_what_was_trained(pair: Pair, tmp_path: Path
     assert answer == greedy(pair.hf, prompt, LENGTH)
     assert all(draft == slow_draft(pair, drafter, text, len(draft)) for text, draft, _ in found)
     assert len(found) > 5
+
+
+def anchored_config(layout: str, drafter: Drafter) -> dict[str, Any]:
+    """A drafter without a head, whose anchor's slot drafts, as others declare it: five slots are five tokens."""
+    own, slots = drafter.config.to_json(), drafter.config.block_size - 1
+    dflash = {key: value for key, value in own["dflash_config"].items() if key != "block_size"}
+    shape = {
+        key: value for key, value in own.items() if key not in ("dflash_config", "sample_from_anchor", "block_size")
+    }
+    layers = {key: value for key, value in shape.items() if key not in ("architectures", "num_target_layers")}
+    no_head = {"markov_rank": 0, "markov_head_type": "vanilla", "enable_confidence_head": False}
+    speculators = {
+        "speculators_config": {},
+        "transformer_layer_config": layers,
+        "block_size": slots,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in dflash["target_layer_ids"]],
+        "mask_token_id": dflash["mask_token_id"],
+        "sample_from_anchor": True,
+    }
+    anchors: dict[str, Any] = {"sample_from_anchor": True, "query_zero_predicts_next": True}
+    return {
+        "deepspec": {**shape, **dflash, **no_head, "block_size": slots},
+        "deepspec, declared twice": {**shape, **dflash, **no_head, "block_size": slots, "dflash_config": anchors},
+        "query_zero": {**shape, "block_size": slots, "dflash_config": {**dflash, "query_zero_predicts_next": True}},
+        "sample_from_anchor": {**shape, "dflash_config": {**dflash, "block_size": slots, "sample_from_anchor": True}},
+        "shift_label": {
+            **shape,
+            "block_size": slots,
+            "dflash_config": {**dflash, "projector_type": "dflash", "shift_label": True},
+        },
+        "speculators": {**speculators, **no_head, "speculators_model_type": "dspark"},
+        "speculators, dflash": {**speculators, "speculators_model_type": "dflash"},
+    }[layout]
+
+
+ANCHORED = (
+    "deepspec",
+    "deepspec, declared twice",
+    "query_zero",
+    "sample_from_anchor",
+    "shift_label",
+    "speculators",
+    "speculators, dflash",
+)
+
+
+@pytest.mark.parametrize("layout", [*ANCHORED, "written by volley"])
+@torch.no_grad()
+def test_a_folder_whose_anchor_drafts_without_a_head_drafts_what_was_trained(
+    pair: Pair, tmp_path: Path, layout: str
+) -> None:
+    drafter, prompt = drafter_of("headless"), [7, 9, 30, 2]
+    if layout == "written by volley":
+        write_checkpoint(tmp_path, Checkpoint(drafter.config, drafter.state_dict()), "speculators")
+    else:
+        save_tensors(tmp_path / "model.safetensors", drafter.state_dict())
+        (tmp_path / "config.json").write_text(json.dumps(anchored_config(layout, drafter)))
+    loaded = Drafter.from_pretrained(tmp_path, torch.float32)
+    assert (loaded.config.block_size, loaded.config.sample_from_anchor, loaded.head) == (6, True, None)
+    found, answer = drafts_of(Engine(pair.target, loaded, policy="fixed:6"), prompt)
+    assert answer == greedy(pair.hf, prompt, LENGTH)
+    assert all(draft == slow_draft(pair, drafter, text, len(draft)) for text, draft, _ in found)
+    assert max(len(draft) for _, draft, _ in found) == 5
 
 
 @torch.no_grad()

@@ -42,6 +42,16 @@ def answers(engine: Engine) -> list[list[int]]:
     return found
 
 
+def test_a_draft_temperature_of_the_engine_is_that_of_requests_without_one() -> None:
+    engine = Engine(make_pair().target, make_pair().drafter, num_pages=50, policy="fixed", draft_temperature=0.3)
+    requests = [engine.add_request(PROMPTS[0], params) for params in PARAMS[1:4]]
+    temperatures = [request.params.draft_temperature for request in requests]
+    assert temperatures == [0.3, 0.5, None], "its own wins, and a greedy request draws nothing"
+    for request in requests:
+        engine.abort(request)
+    assert answers(engine) == plain(), "a seed gives the tokens of plain decoding at any draft temperature"
+
+
 @functools.cache
 def plain() -> list[list[int]]:
     return answers(Engine(make_pair().target, num_pages=50))

@@ -22,8 +22,8 @@ from tests.tiny import eager_model, random_drafter, random_prompts, target_confi
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.drafter import Drafter
-from volley.models.targets.diffusion import FAST_DLLM, SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import FAST_DLLM, SDAR
 from volley.models.targets.target import Target
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_key_value_heads": 1}

@@ -1,4 +1,4 @@
-"""Tiny configs of the families whose layers volley fuses or joins, and of others that it leaves as they are."""
+"""Tiny configs of families: those whose layers volley joins on a GPU, more that it fuses on a CPU, and others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-FUSED: dict[str, Callable[[], Any]] = {
+JOINED: dict[str, Callable[[], Any]] = {
     "llama": lambda: tf.LlamaConfig(**COMMON),
     "llama_biases": lambda: tf.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True, head_dim=32),
     "qwen2": lambda: tf.Qwen2Config(**COMMON),  # q, k and v have biases
@@ -26,13 +26,30 @@ FUSED: dict[str, Callable[[], Any]] = {
     "qwen3_tied": lambda: tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=8),
 }
+SLIDING = {"sliding_window": 8}
+GEMMA: dict[str, Any] = {**COMMON, **SLIDING, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
+MORE: dict[str, Callable[[], Any]] = {
+    "gemma2": lambda: tf.Gemma2Config(**GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=6.0),
+    "gemma3_text": lambda: tf.Gemma3TextConfig(
+        **GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "smollm3": lambda: tf.SmolLM3Config(**COMMON, no_rope_layers=[1, 0, 1]),
+    "phi3": lambda: tf.Phi3Config(**COMMON, **SLIDING),
+    "phi3_partial": lambda: tf.Phi3Config(
+        **COMMON, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    ),
+    "granite": lambda: tf.GraniteConfig(
+        **COMMON, residual_multiplier=0.3, attention_multiplier=0.2, embedding_multiplier=6.0, logits_scaling=8.0
+    ),
+    "olmo2": lambda: tf.Olmo2Config(**COMMON),
+    "olmo3": lambda: tf.Olmo3Config(**COMMON, **SLIDING),
+    "exaone4": lambda: tf.Exaone4Config(
+        **COMMON, **SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+}
+FUSED = {**JOINED, **MORE}
 OTHERS: dict[str, Callable[[], Any]] = {
     "llama_gelu": lambda: tf.LlamaConfig(**COMMON, hidden_act="gelu"),
-    "gemma3_text": lambda: tf.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
-    "olmo2": lambda: tf.Olmo2Config(**COMMON),
-    "granite": lambda: tf.GraniteConfig(**COMMON, residual_multiplier=0.3, attention_multiplier=0.2),
-    "gpt_oss": lambda: tf.GptOssConfig(
-        **COMMON, head_dim=16, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "phi3": lambda: tf.Phi3Config(**COMMON),
+    "gpt_oss": lambda: tf.GptOssConfig(**COMMON, **SLIDING, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "glm4": lambda: tf.Glm4Config(**COMMON, head_dim=16),
 }

@@ -11,15 +11,23 @@ from torch import Tensor
 
 from volley import native
 from volley.native import blocks
-from volley.native.codes import FINE, Codes, quantise_finely
+from volley.native.formats import STORED
 
 pytestmark = [
     pytest.mark.skipif(not native.is_built, reason="the library was not built"),
     pytest.mark.usefixtures("threads"),
 ]
-TYPES = {kind: GGMLQuantizationType[kind] for kind in blocks.SIZES}
-SYMMETRIC = ["Q4_0", "Q5_0", "Q8_0"]
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+TYPES = {kind: GGMLQuantizationType[kind] for kind in STORED}
+SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    "MXFP4": (),
+}
 """Where a block's fp16 numbers are; of other types before all."""
 
 
@@ -42,31 +50,21 @@ def check(kind: str, data: NDArray[np.uint8]) -> None:
     expected = decoded(kind, data)
     for dtype in blocks.DTYPES:
         assert_equal(blocks.decode(kind, data, dtype), expected.to(dtype))
-    codes = blocks.recode(kind, data, "int8")
-    if kind in SYMMETRIC:
-        assert_equal(codes.dense(), expected)
-        own = data.reshape(len(data), -1, blocks.SIZES[kind][1])[..., :2].copy().view(np.float16)
-        assert_equal(codes.scales, torch.from_numpy(own[..., 0]))
-    else:
-        rounded = quantise_finely(expected)
-        assert_equal(codes.scales, rounded.scales)
-        assert torch.equal(in_numbers(codes), in_numbers(rounded))
-
-
-def in_numbers(codes: Codes) -> Tensor:
-    """The codes; zero where no scale makes a number of them."""
-    groups = codes.codes.view(len(codes.codes), -1, FINE)
-    return torch.where(codes.scales.isfinite()[..., None], groups, 0)
+    codes = blocks.take(kind, data)
+    assert codes.format == STORED[kind]
+    assert_equal(codes.dense(), expected)
 
 
 def test_sizes_are_the_format_s() -> None:
-    assert {kind: GGML_QUANT_SIZES[number] for kind, number in TYPES.items()} == blocks.SIZES
+    assert {kind: GGML_QUANT_SIZES[number] for kind, number in TYPES.items()} == {
+        kind: (of.scaled_inputs, blocks.BYTES[kind]) for kind, of in STORED.items()
+    }
 
 
 @given(kind=st.sampled_from(list(TYPES)), rows=st.integers(1, 40), count=st.integers(1, 9), seed=st.integers(0, 10_000))
 def test_any_bytes(kind: str, rows: int, count: int, seed: int) -> None:
     """Scales are of any size, without a number or infinite too."""
-    check(kind, np.random.default_rng(seed).integers(0, 256, (rows, count * blocks.SIZES[kind][1]), dtype=np.uint8))
+    check(kind, np.random.default_rng(seed).integers(0, 256, (rows, count * blocks.BYTES[kind]), dtype=np.uint8))
 
 
 @given(
@@ -78,7 +76,7 @@ def test_any_bytes(kind: str, rows: int, count: int, seed: int) -> None:
 def test_usual_scales(kind: str, exponent: int, rows: int, seed: int) -> None:
     """Those of a matrix are of one size, if they are not zero; such as fp16 has with few bits only, too."""
     generator = np.random.default_rng(seed)
-    size = blocks.SIZES[kind][1]
+    size = blocks.BYTES[kind]
     data = generator.integers(0, 256, (rows, 4, size), dtype=np.uint8)
     for place in SCALES.get(kind, (0,)):
         scales = generator.standard_normal((rows, 4)) * 2.0**exponent * generator.integers(0, 2, (rows, 4))
@@ -96,4 +94,4 @@ def test_every_scale() -> None:
 
 def test_blocks_that_are_not_all_there_are_refused() -> None:
     with pytest.raises(AssertionError, match="33 bytes are no blocks of 34"):
-        blocks.recode("Q8_0", np.zeros((1, 33), np.uint8), "int8")
+        blocks.take("Q8_0", np.zeros((1, 33), np.uint8))

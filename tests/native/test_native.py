@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -11,15 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
+from tests.native.codes import made_up
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
 from volley.native import Product, Weights, sampling
-from volley.native.codes import BLOCK, FINE, GROUP, Codes, quantise_int4, quantise_int8
+from volley.native.codes import quantise_int4, quantise_int8
+from volley.native.formats import BLOCK, FORMATS, GROUP, LARGE, STORED, WEIGHTS, Codes
 
 pytestmark = needs_kernels
 ULP = 2**-7
 """Two neighbouring bf16 numbers differ by at most this fraction: a sum in another order may round to the next one."""
-KINDS: tuple[Weights, ...] = get_args(Weights)
 SEEDS = st.integers(0, 1000)
 
 
@@ -68,6 +68,16 @@ def test_rms_norm(rows: int, size: int, scale: float, seed: int) -> None:
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
+def test_rms_norm_that_is_rounded_once(rows: int, size: int, scale: float, seed: int) -> None:
+    """As transformers' Gemma has it, by a weight in fp32."""
+    torch.manual_seed(seed)
+    x, weight = randn(rows, size) * scale, 1 + torch.randn(size)
+    found = native.rms_norm(x, weight, 1e-6, rounds=False)
+    assert_close(found, rms_norm(x.float(), (size,), weight, 1e-6))
+    assert torch.equal(native.rms_norm(x[-1:].contiguous(), weight, 1e-6, rounds=False), found[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([1e-3, 1.0, 300.0]), seed=SEEDS)
 def test_rms_norm_in_fp32(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(2, rows, size) * scale
@@ -96,13 +106,35 @@ def test_norm_and_turn(rows: int, heads: tuple[int, int], dim: int, normed: bool
         own = parts[part] if norms is None else norm(parts[part], norms[part], 1e-6)
         parts[part] = turned(own, cos, sin)
     alone = x[-1:].clone()
-    native.norm_and_turn(x, norms, cos, sin, queries, keys, 1e-6)
+    native.norm_and_turn(x.view(rows, -1, dim), norms, native.Turns(cos, sin), queries, keys, 1e-6)
     expected = torch.cat(parts, dim=1).view(rows, -1)
     if normed:  # a norm may round to the next number, and a difference of two such numbers may be small
         assert_close(x, expected, floor=2**-5)
     else:
         assert torch.equal(x, expected)
-    native.norm_and_turn(alone, norms, cos[-1:].clone(), sin[-1:].clone(), queries, keys, 1e-6)
+    last = native.Turns(cos[-1:], sin[-1:])
+    native.norm_and_turn(alone.view(1, -1, dim), norms, last, queries, keys, 1e-6)
+    assert torch.equal(alone, x[-1:])
+
+
+@given(rows=st.integers(1, 9), width=st.sampled_from([0, 8, 32]), rounds=st.booleans(), seed=SEEDS)
+def test_heads_normed_as_one_and_turned_in_part(rows: int, width: int, rounds: bool, seed: int) -> None:
+    """By cosines in bf16 or fp32, as OLMo 2 has these."""
+    torch.manual_seed(seed)
+    queries, keys, dim = 4, 2, 32
+    x, angles = randn(rows, queries + 2 * keys, dim), torch.rand(rows, width // 2).repeat(1, 2) * 6
+    cos, sin = (own.bfloat16() if rounds else own for own in (angles.cos(), angles.sin()))
+    norms = randn(queries * dim), randn(keys * dim)
+    parts = list(torch.split(x.clone(), [queries, keys, keys], dim=1))
+    for part, weight in enumerate(norms):
+        normed = rms_norm(parts[part].flatten(1).float(), weight.shape, weight.float(), 1e-6).bfloat16()
+        own = normed.view(rows, -1, dim)
+        parts[part] = torch.cat((turned(own[..., :width], cos, sin).bfloat16(), own[..., width:]), dim=-1)
+    turns = native.Turns(cos, sin) if width else None
+    alone = x[-1:].clone()
+    native.norm_and_turn(x, norms, turns, queries, keys, 1e-6, rounds=False)
+    assert_close(x, torch.cat(parts, dim=1), floor=2**-5)
+    native.norm_and_turn(alone, norms, turns and native.Turns(cos[-1:], sin[-1:]), queries, keys, 1e-6, rounds=False)
     assert torch.equal(alone, x[-1:])
 
 
@@ -147,15 +179,36 @@ def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
 def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated_silu(x)
+    found = native.gated(x, "silu")
     assert_close(found, silu(x[:, :size]) * x[:, size:], floor=1e-30)
-    assert torch.equal(native.gated_silu(x[-1:].clone()), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), "silu"), found[-1:])
+
+
+@given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
+def test_gated_gelu_in_bf16(rows: int, size: int, scale: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = randn(rows, 2 * size) * scale
+    found = native.gated(x, "gelu")
+    assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-5 * max(scale, 1.0))
+    assert torch.equal(native.gated(x[-1:].clone(), "gelu"), found[-1:])
+
+
+@pytest.mark.parametrize("shape", [(1, 70_000), (3, 200), (40, 3_000)])
+@pytest.mark.parametrize("most", [0.5, 30.0])
+def test_capped_numbers(shape: tuple[int, int], most: float) -> None:
+    torch.manual_seed(0)
+    x = randn(*shape) * 20
+    expected, alone = torch.tanh(x / most) * most, x[-1:].clone()
+    native.cap(x, most)
+    assert_close(x, expected)
+    native.cap(alone, most)
+    assert torch.equal(alone, x[-1:])
 
 
 def test_many_rows_are_shared_among_threads() -> None:
     x, weight = randn(300, 512), randn(512)
     assert_close(native.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
-    assert_close(native.gated_silu(x), silu(x[:, :256]) * x[:, 256:])
+    assert_close(native.gated(x, "silu"), silu(x[:, :256]) * x[:, 256:])
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
@@ -183,13 +236,6 @@ def exact_inputs(x: Tensor, group: int | None) -> Tensor:
     return (codes * (most / 127)).view(x.shape)
 
 
-def stored_codes(kind: Weights, outputs: int, inputs: int) -> Codes:
-    """As blocks of a GGUF file have them: any codes, and scales for 32 that may be negative or too small for a normal fp16."""
-    most = 128 if kind == "int8" else 8
-    scales = torch.randn(outputs, inputs // FINE) * torch.tensor([1e-6, 1e-2])[torch.randint(2, (outputs, 1))]
-    return Codes(kind, torch.randint(-most, most, (outputs, inputs), dtype=torch.int8), scales.half())
-
-
 def check_product(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Weights) -> None:
     check_outputs(found, exact_inputs(x, None if kind == "bf16" else GROUP), exact_weight(weight, kind), bias)
 
@@ -202,7 +248,7 @@ def check_outputs(found: Tensor, inputs: Tensor, exact: Tensor, bias: Tensor | N
 
 
 PRODUCTS = {
-    "kind": st.sampled_from(KINDS),
+    "kind": st.sampled_from(WEIGHTS),
     "rows": st.integers(1, 80),
     "outputs": st.integers(1, 70),
     "inputs": st.integers(1, 5) | st.just(17),  # 512 inputs and more take several blocks of outputs at once
@@ -226,16 +272,50 @@ def test_products(  # type: ignore[no-untyped-def]
     check_product(found, x, weight, bias, kind)
 
 
-@given(**{**PRODUCTS, "kind": st.sampled_from(["int8", "int4"])})
+def product_of_codes(*codes: Codes, bias: Tensor | None = None) -> Product:
+    shape = torch.empty(sum(len(one.codes) for one in codes), codes[0].codes.shape[1], device="meta")
+    return Product(shape, bias, "int8", [(one, len(one.codes)) for one in codes])
+
+
+def exact_outputs(x: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
+    """Inputs as they are rounded for codes, and the weight."""
+    return exact_inputs(x, codes.format.group), codes.dense()
+
+
+@given(**{**PRODUCTS, "kind": st.sampled_from(list(STORED)), "inputs": st.integers(1, 3)})
 def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
-    kind: Weights, rows, outputs, inputs, biased, gap, level, seed
+    kind: str, rows, outputs, inputs, biased, gap, level, seed
 ) -> None:
     torch.manual_seed(seed)
-    codes, bias = stored_codes(kind, outputs, inputs * FINE), randn(outputs) if biased else None
-    x = strided(rows, inputs * FINE, gap)
+    codes, bias = made_up(kind, outputs, inputs * FORMATS[kind].inputs), randn(outputs) if biased else None
+    x = strided(rows, codes.codes.shape[1], gap)
     with kernels_of(level):
-        found = Product(codes.dense().bfloat16(), bias, "bf16", codes)(x)
-    check_outputs(found, exact_inputs(x, FINE), codes.dense(), bias)
+        found = product_of_codes(codes, bias=bias)(x)
+    check_outputs(found, *exact_outputs(x, codes), bias)
+
+
+@given(
+    kinds=st.lists(st.sampled_from(list(STORED)), min_size=2, max_size=4),
+    rows=st.integers(1, 20),
+    level=st.sampled_from(LEVELS or [0]),
+    seed=SEEDS,
+)
+def test_several_formats_one_below_the_other(kinds: list[str], rows: int, level: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    parts = [made_up(kind, int(torch.randint(1, 40, ())), LARGE) for kind in kinds]
+    outputs = sum(len(part.codes) for part in parts)
+    bias, x = randn(outputs), randn(rows, LARGE)
+    with kernels_of(level):
+        product = product_of_codes(*parts, bias=bias)
+        found = product(x)
+    sizes = [len(part.codes) for part in parts]
+    for part, own, of in zip(parts, found.split(sizes, dim=1), bias.split(sizes), strict=True):
+        check_outputs(own, *exact_outputs(x, part), of)
+    assert torch.equal(product.weight(), torch.cat([part.dense() for part in parts]).bfloat16())
+    assert [part.format.name for part in product.codes()] == kinds
+    half = outputs // 2 // BLOCK * BLOCK
+    if half:
+        assert torch.equal(product.first(half)(x), found[:, :half])
 
 
 def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -247,31 +327,32 @@ def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> N
         assert torch.equal(product(x[row:]), together[row:]), f"rows from {row} are others"
 
 
-def product_of(kind: Weights, outputs: int, inputs: int, stored: bool = False) -> Product:
-    weight = randn(outputs, inputs)
-    return Product(weight, randn(outputs), kind, stored_codes(kind, outputs, inputs) if stored else None)
+def product_of(kind: str, outputs: int, inputs: int) -> Product:
+    """Of any weight, or of codes that are stored so."""
+    if kind in STORED:
+        return product_of_codes(made_up(kind, outputs, inputs), bias=randn(outputs))
+    return Product(randn(outputs, inputs), randn(outputs), kind)  # type: ignore[arg-type]
 
 
-LAYOUTS = pytest.mark.parametrize(
-    ("kind", "stored"), [("bf16", False), ("int8", False), ("int4", False), ("int8", True), ("int4", True)]
-)
+FORMATS_OF_ALL = pytest.mark.parametrize("kind", FORMATS)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(37, 448), (101, 576)])
 @pytest.mark.parametrize("level", LEVELS)
-@LAYOUTS
-def test_a_row_is_the_same_among_others(kind: Weights, stored: bool, level: int, outputs: int, inputs: int) -> None:
+@FORMATS_OF_ALL
+def test_a_row_is_the_same_among_others(kind: str, level: int, outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
+    if kind in STORED:
+        inputs = inputs // LARGE * LARGE
     x = randn(81, inputs) * torch.logspace(-2, 2, 81)[:, None].bfloat16()
     with kernels_of(level):
-        assert_rows_stand_alone(product_of(kind, outputs, inputs, stored), x)
+        assert_rows_stand_alone(product_of(kind, outputs, inputs), x)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_codes_give_the_same_on_all_instructions(kind: Weights, stored: bool) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "bf16"])
+def test_codes_give_the_same_on_all_instructions(kind: str) -> None:
     torch.manual_seed(0)
-    product, x = product_of(kind, 50, 640, stored), randn(70, 640)
+    product, x = product_of(kind, 50, 768), randn(70, 768)
     expected = product(x)
     for level in LEVELS:
         with kernels_of(level):
@@ -297,7 +378,7 @@ def test_faults_are_found() -> None:
         assert_rows_stand_alone(in_two_parts, x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS)
 def test_inputs_of_any_shape_and_layout(kind: Weights) -> None:
     torch.manual_seed(0)
     weight, x = randn(20, 64), randn(6, 64)
@@ -327,7 +408,7 @@ def test_which_weights_fit(kind: Weights, step: int) -> None:
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 37])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_come_back_as_the_product_has_them(kind: Weights, outputs: int) -> None:
     torch.manual_seed(0)
     weight = randn(outputs, 192)
@@ -339,34 +420,52 @@ def test_weights_come_back_as_the_product_has_them(kind: Weights, outputs: int) 
     assert torch.equal(product.rows(indices[0, 0]), expected[indices[0, 0]])
     padded = -(-outputs // BLOCK) * BLOCK
     scales = {"bf16": 0, "int8": padded * 4, "int4": padded * 3 * 4}
-    assert product.nbytes == padded * 192 * 2 // 2 ** KINDS.index(kind) + scales[kind]
+    assert product.nbytes == padded * 192 * FORMATS[kind].bits // 8 + scales[kind]
+
+
+BITS = {
+    "Q8_0": 8.5,
+    "Q5_0": 5.5,
+    "Q4_0": 4.5,
+    "Q5_1": 6.0,
+    "Q4_1": 5.0,
+    "Q6_K": 6.5625,
+    "Q5_K": 5.5,
+    "Q4_K": 4.5,
+    "Q3_K": 3.4375,
+    "Q2_K": 2.625,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.25,
+    "MXFP4": 4.25,
+}
+"""Of a weight, in a file."""
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 37])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_stored_codes_come_back(kind: Weights, outputs: int) -> None:
+@pytest.mark.parametrize("kind", STORED)
+def test_stored_codes_come_back(kind: str, outputs: int) -> None:
     torch.manual_seed(0)
-    stored = stored_codes(kind, outputs, 160)
-    product = Product(stored.dense().bfloat16(), None, "bf16", stored)
-    found = product.codes()
-    assert product.kind == kind
-    assert found is not None
-    assert torch.equal(found.codes, stored.codes)
-    assert torch.equal(found.scales, stored.scales)
+    stored = made_up(kind, outputs, 512)
+    product = product_of_codes(stored)
+    (found,) = product.codes()
+    assert (product.kind, product.formats) == (stored.format.weights, (stored.format,))
+    for part, expected in zip(found[1:], stored[1:], strict=True):
+        assert (part is None) == (expected is None)
+        assert part is None or (part.dtype == expected.dtype and torch.equal(part, expected))
     expected, indices = stored.dense().bfloat16(), torch.randint(outputs, (2, 5))
     assert torch.equal(product.weight(), expected)
     assert torch.equal(product.rows(indices), expected[indices])
     padded = -(-outputs // BLOCK) * BLOCK
-    assert product.nbytes == padded * 160 // (1 if kind == "int8" else 2) + padded * 5 * 2
-    assert Product(randn(3, 64), None, "bf16").codes() is None
+    assert BITS[kind] <= product.nbytes * 8 / (padded * 512) <= BITS[kind] + 0.5
+    assert not Product(randn(3, 64), None, "bf16").codes()
 
 
-@LAYOUTS
-def test_the_first_outputs_of_a_product(kind: Weights, stored: bool) -> None:
+@FORMATS_OF_ALL
+def test_the_first_outputs_of_a_product(kind: str) -> None:
     torch.manual_seed(0)
-    whole, x = product_of(kind, 50, 192, stored), randn(6, 192)
+    whole, x = product_of(kind, 50, LARGE), randn(6, LARGE)
     part = whole.first(32)
-    assert part.shape == (32, 192)
+    assert part.shape == (32, LARGE)
     assert torch.equal(part(x), whole(x)[:, :32])
     assert torch.equal(part.weight(), whole[:32])
     assert part.nbytes == whole.nbytes // 2
@@ -376,7 +475,7 @@ def test_the_first_outputs_of_a_product(kind: Weights, stored: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("of", WEIGHTS)
 def test_a_product_is_laid_out_again_in_other_codes(of: Weights, kind: Weights) -> None:
     """In slices: 5,000 rows of 192 are read in two."""
     torch.manual_seed(0)
@@ -406,7 +505,7 @@ def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, se
     assert bool((error.square().sum(-1) <= plain.square().sum(-1) * 1.0001).all()), "one of the scales is this one"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_with_what_is_no_number_gives_none(kind: Weights, value: float) -> None:
     torch.manual_seed(0)

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.native.codes import OF_CODES, made_up
 from tests.tiles import needs_kernels
 from volley.native import GROUP, Codes, Weights
-from volley.native.codes import FINE, KINDS, LaidOut, lay_out, put_rows_slowly
+from volley.native.codes import LaidOut, lay_out, put_rows_slowly
+from volley.native.formats import FORMATS, LARGE, WEIGHTS
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("threads")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -28,12 +30,13 @@ def assert_equal(found: LaidOut, expected: LaidOut) -> None:
         assert torch.equal(found.scales.nan_to_num(nan=0.0), expected.scales.nan_to_num(nan=0.0))
 
 
-def slowly(weight: Tensor | Codes, kind: Weights) -> LaidOut:
+def slowly(weight: Tensor | Codes, kind: Weights = "bf16") -> LaidOut:
     """By the reference, all rows at once."""
     of_codes = isinstance(weight, Codes)
     outputs, inputs = (weight.codes if of_codes else weight).shape
-    whole = LaidOut.unset(kind, weight.group if of_codes else GROUP, outputs, inputs)
-    put_rows_slowly(weight, kind, whole)
+    of = weight.format if of_codes else FORMATS[kind]
+    whole = LaidOut.unset(of, outputs, inputs)
+    put_rows_slowly(weight, of, whole)
     return whole
 
 
@@ -59,7 +62,7 @@ def test_numbers_are_rounded_as_by_the_reference(
     weight = (torch.randn(outputs, groups * GROUP) * scale).to(dtype)
     for value, row, column in special:
         weight[row % outputs, column % weight.shape[1]] = value
-    assert_equal(lay_out(weight, kind), slowly(weight, kind))
+    assert_equal(lay_out(weight, FORMATS[kind]), slowly(weight, kind))
 
 
 @given(kind=st.sampled_from(["int8", "int4"]), dtype=st.sampled_from(DTYPES), span=st.integers(1, 40), seed=SEEDS)
@@ -67,7 +70,7 @@ def test_ties_fall_as_in_the_reference(kind: Weights, dtype: torch.dtype, span: 
     """Few numbers, so that many lie in the middle of two codes, have the largest magnitude, or do as well with two scales."""
     torch.manual_seed(seed)
     weight = (torch.randint(-span, span + 1, (20, 3 * GROUP)) / 4).to(dtype)
-    assert_equal(lay_out(weight, kind), slowly(weight, kind))
+    assert_equal(lay_out(weight, FORMATS[kind]), slowly(weight, kind))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -77,47 +80,37 @@ def test_every_number_of_bf16(kind: Weights) -> None:
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for order in (torch.arange(2**16), torch.randperm(2**16)):
         weight = numbers[order].view(-1, 4 * GROUP)
-        assert_equal(lay_out(weight, kind), slowly(weight, kind))
+        assert_equal(lay_out(weight, FORMATS[kind]), slowly(weight, kind))
 
 
 @given(outputs=st.integers(1, 40), pairs=st.integers(1, 99), seed=SEEDS)
 def test_bf16_is_only_moved(outputs: int, pairs: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight = torch.randn(outputs, 2 * pairs).bfloat16()
-    assert_equal(lay_out(weight, "bf16"), slowly(weight, "bf16"))
+    assert_equal(lay_out(weight, FORMATS["bf16"]), slowly(weight, "bf16"))
 
 
-def stored(kind: Weights, group: int, outputs: int, inputs: int) -> Codes:
-    least, beyond = (-128, 128) if kind == "int8" else (-8, 8)
-    codes = torch.randint(least, beyond, (outputs, inputs)).to(torch.int8)
-    groups = () if kind == "int8" and group == GROUP else (inputs // group,)
-    scales = torch.randn(outputs, *groups)
-    return Codes(kind, codes, scales.half() if group == FINE else scales)
-
-
-@given(
-    kind=st.sampled_from(["int8", "int4"]),
-    group=st.sampled_from([FINE, GROUP]),
-    outputs=st.integers(1, 50),
-    groups=st.integers(1, 9),
-    seed=SEEDS,
-)
-def test_stored_codes_are_only_moved(kind: Weights, group: int, outputs: int, groups: int, seed: int) -> None:
+@given(name=st.sampled_from(OF_CODES), outputs=st.integers(1, 50), parts=st.integers(1, 9), seed=SEEDS)
+def test_stored_codes_are_only_moved(name: str, outputs: int, parts: int, seed: int) -> None:
     torch.manual_seed(seed)
-    codes = stored(kind, group, outputs, groups * group)
-    assert_equal(lay_out(codes.codes, kind, codes), slowly(codes, kind))
+    codes = made_up(name, outputs, parts * FORMATS[name].inputs)
+    assert_equal(lay_out(codes.codes, codes.format, codes), slowly(codes))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_weight_of_many_slices(kind: Weights) -> None:
     torch.manual_seed(0)
     weight: Tensor = torch.randn(3001, 3 * GROUP).bfloat16()
-    assert_equal(lay_out(weight, kind), slowly(weight, kind))
-    if kind != "bf16":
-        codes = stored(kind, FINE, *weight.shape)
-        assert_equal(lay_out(weight, kind, codes), slowly(codes, kind))
+    assert_equal(lay_out(weight, FORMATS[kind]), slowly(weight, kind))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q5_1", "Q2_K"])
+def test_codes_of_many_slices(name: str) -> None:
+    torch.manual_seed(0)
+    codes = made_up(name, 3001, LARGE)
+    assert_equal(lay_out(codes.codes, codes.format, codes), slowly(codes))
 
 
 def test_widths_that_are_no_groups_are_refused() -> None:
     with pytest.raises(AssertionError, match="whole groups"):
-        lay_out(torch.randn(3, GROUP + 32), "int4")
+        lay_out(torch.randn(3, GROUP + 32), FORMATS["int4"])

@@ -18,7 +18,8 @@ from tests.procedures.test_denoising import masked_model
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.errors import CheckpointError
 from volley.files import BUNDLED_TARGETS
-from volley.models.targets.diffusion import JOINT, load_target
+from volley.models.targets.diffusion import load_target
+from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 
 MASK = tiny.VOCAB - 1

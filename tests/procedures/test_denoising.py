@@ -17,7 +17,7 @@ from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.diffusion import FAST_DLLM, LLADA2, SDAR
+from volley.models.targets.families import FAST_DLLM, LLADA2, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request

@@ -22,7 +22,7 @@ from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.decode.work import Kind, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
-from volley.models.targets.diffusion import LLADA2, SDAR
+from volley.models.targets.families import LLADA2, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.in_place import InPlace
 from volley.procedures.request import Request

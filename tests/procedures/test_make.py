@@ -17,7 +17,8 @@ from volley.config import DecodingConfig
 from volley.decode.rules import AtLeast
 from volley.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.diffusion import FAST_DLLM, JOINT, LLADA2, SDAR, load_target
+from volley.models.targets.diffusion import load_target
+from volley.models.targets.families import FAST_DLLM, JOINT, LLADA2, SDAR
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.procedures.denoising import Denoising

@@ -22,8 +22,8 @@ from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CanvasNoise, CoupledNoise
 from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Ask, Work
-from volley.models.targets.diffusion import FAST_DLLM
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import FAST_DLLM
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps

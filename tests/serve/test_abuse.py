@@ -20,6 +20,14 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 TEXT = {"prompt": "Hello", "max_tokens": 4}
 
 
+@pytest.fixture(scope="module")
+def server(tiny: Tiny) -> Iterator[Running]:
+    """One that refuses unknown fields."""
+    with running(tiny.engine(), strict=True) as server:
+        yield server
+        server.settle()
+
+
 @pytest.fixture(autouse=True)
 def _unharmed(server: Running) -> Iterator[None]:
     yield

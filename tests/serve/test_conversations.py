@@ -48,6 +48,15 @@ NO_TOOLS = (
     "{% for m in messages %}{% if (m.role == 'user') == (loop.index0 % 2 == 1) or m.role == 'tool' %}"
     "{{ raise_exception('turns') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
+AS_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% if m.content is none %}{% for call in m.tool_calls %}"
+    "{{ '<call>' + call.function.name + ' ' + call.function.arguments }}{% endfor %}{% endif %}{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+AS_GIVEN = PLAIN.replace(" | tojson", "")
+AS_TEXT_WITH_IDS = AS_GIVEN.replace(
+    "<call>", "{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}<call>"
+)
 USER = {"role": "user", "content": "Weather?"}
 
 
@@ -102,6 +111,22 @@ RESULTS = [result("call_2", "Noon."), result("call_1", "Sun.")]
             ONE_SYSTEM,
             [{"role": "system", "content": "A"}, {"role": "developer", "content": [{"type": "text", "text": "B"}]}, USER],
             "<system>A\n\nB<user>Weather?",
+        ),
+        (
+            AS_TEXT,
+            [USER, {**BOTH, "content": "Look."}, *RESULTS],
+            '<user>Weather?<assistant>Look.<assistant><call>weather {"city": "Bern"}<call>time {"city": "Rome"}'
+            "<tool>Noon.<tool>Sun.",
+        ),
+        (
+            AS_GIVEN,
+            [USER, {"role": "assistant", "tool_calls": [call("call_1", city="Zürich")]}, RESULTS[1]],
+            '<user>Weather?<assistant><call>weather{"city": "Zürich"}<tool>Sun.',
+        ),
+        (
+            AS_TEXT_WITH_IDS,
+            [USER, BOTH, *RESULTS],
+            '<user>Weather?<assistant><call>weather{"city": "Bern"}<call>time{"city": "Rome"}<tool>Noon.<tool>Sun.',
         ),
         (
             NO_CALLS,
@@ -159,6 +184,11 @@ def test_templates_that_ask_for_an_object_get_one() -> None:
     said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
     want = 'Weather?no tool<arguments>{"city": "Beweather<city>BernNo JSON.'
     assert told(template, USER, said, result("call_1", "No JSON.")) == want
+
+
+def test_arguments_that_are_no_json_reach_a_template_that_takes_text() -> None:
+    sent = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Be'}}
+    assert told(AS_TEXT, USER, {"role": "assistant", "tool_calls": [sent]}).endswith('<call>weather {"city": "Be')
 
 
 def test_the_name_of_a_speaker_reaches_the_template() -> None:

@@ -16,7 +16,7 @@ from tests.procedures.test_denoising import BOTH_WAYS
 from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.targets.diffusion import JOINT
+from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 from volley.serve.metrics import Metrics
 

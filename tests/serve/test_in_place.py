@@ -11,7 +11,7 @@ from tests import tiny
 from tests.conftest import byte_tokenizer
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.models.targets.diffusion import SDAR
+from volley.models.targets.families import SDAR
 from volley.models.targets.target import Target
 
 PLAIN: dict[str, Any] = {"mode": "autoregressive"}

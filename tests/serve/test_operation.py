@@ -62,7 +62,7 @@ def test_a_deadline_holds_while_a_request_is_prepared(server: Running, monkeypat
         is_over.wait(60)
         return "Hello"
 
-    monkeypatch.setattr("volley.serve.service.render_chat", waits)
+    monkeypatch.setattr("volley.serve.template.ChatTemplate.render", waits)
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     try:
         response = server.post("chat/completions", chat, headers={"x-request-timeout": "0.05"})
@@ -82,7 +82,7 @@ def test_a_full_server_prepares_nothing_more(tiny: Tiny, monkeypatch: pytest.Mon
         }
         with server.client.stream("POST", "/v1/chat/completions", json=body) as held:
             next(held.iter_lines())
-            monkeypatch.delattr("volley.serve.service.render_chat")
+            monkeypatch.delattr("volley.serve.template.ChatTemplate.render")
             assert server.post("chat/completions", body).status_code == 429
 
 

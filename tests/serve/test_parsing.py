@@ -1,15 +1,19 @@
 """Answers of every model family, taken apart whole and in pieces of any size."""
 
+import copy
 import json
+import re
+from itertools import groupby
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.serve.notations import call_text, glm_text
 from volley.errors import ConfigError
 from volley.serve.arguments import TaggedArguments
+from volley.serve.bare_calls import is_valid
 from volley.serve.call_reader import CallReader
 from volley.serve.formats import anchored, format_of, load_format
 from volley.serve.parsing import AnswerParser
@@ -246,7 +250,7 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
                 "2\n</parameter>",
                 "\n</function>\n",
             ],
-            [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], ["12"], ["}"]],
+            [["weather", "{"], ['"city": "Zü'], ["rich"], ['\\n</parts"'], [', "days": '], [], ["12}"]],
         ),
         (
             "glm4_7",
@@ -258,7 +262,7 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
                 "s</arg_value>",
                 "</tool_call>",
             ],
-            [[], ["weather", '{"city": "Zü'], ["rich"], ['</args"'], ["}"]],
+            [[], ["weather", '{"city": "Zü'], ["rich"], ["</args"], ['"}']],
         ),
         (
             "gemma4",
@@ -276,15 +280,89 @@ def test_arguments_in_other_notations_arrive_as_they_are_written(
 
 
 WORDS = st.text(alphabet='ab<|">}{,:\\\n é/', max_size=12).filter(lambda text: '<|"|>' not in text)
+MARKS = [
+    *("<tool_call>", "</tool_call>", "</think>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *(
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    ),
+    *("<|call|>", "<|end|>", "<|start|>assistant", "<|python_tag|>", '"', "\\", "\n", "}", "a"),
+]
+"""Texts that mean something in some notation."""
+IN_JSON = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "mistral": "[TOOL_CALLS]weather[ARGS]%s",
+    "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
+    "llama3": '{"name": "weather", "parameters": %s}',
+    "gpt_oss": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s<|call|>",
+    "plain": '{"name": "weather", "arguments": %s}',
+}
+PROMPTS = {"gemma4": "<|turn>model\n", "glm4_5": "<|assistant|>", "glm4_7": "<|assistant|>", "llama3": LLAMA}
+PROMPTS |= {"mistral": "[INST] a [/INST]", "mistral_list": "[INST] a [/INST]", "gpt_oss": OSS, "plain": "x"}
+CLOSES = {  # what ends an argument, wherever it stands in one
+    "qwen3_5": r"(?:\A|\n)</parameter>\s*(?:<parameter=|</function>|\Z)",
+    "glm4_5": r"</arg_value>\s*(?:<arg_key>|</tool_call>|\Z)",
+    "glm4_7": r"</arg_value>\s*(?:<arg_key>|</tool_call>|\Z)",
+}
 
 
-@given(city=WORDS, days=st.integers(), where=st.dictionaries(st.sampled_from("abc"), WORDS | st.lists(st.booleans())))
-def test_any_argument_is_found_in_every_notation(city: str, days: int, where: dict[str, Any]) -> None:
+@given(
+    form=st.sampled_from([*IN_JSON, "qwen3_5", "glm4_5", "glm4_7", "gemma4"]),
+    city=st.lists(st.sampled_from(MARKS) | WORDS, max_size=8).map("".join),
+    days=st.integers(),
+    where=st.dictionaries(st.sampled_from("abc"), WORDS | st.sampled_from(MARKS) | st.lists(st.booleans())),
+    num_calls=st.integers(1, 2),
+    data=st.data(),
+)
+def test_any_argument_is_found_in_every_notation(
+    form: str, city: str, days: int, where: dict[str, Any], num_calls: int, data: st.DataObject
+) -> None:
+    """Also one that holds marks of the notation, in pieces of any size."""
+    if form in CLOSES:
+        assume(not re.search(CLOSES[form], city) and not re.search(CLOSES[form].replace("(?:\\A|\\n)", ""), str(where)))
+    elif form == "gemma4":
+        assume('<|"|>' not in city + "".join(map(str, where.values())))
     arguments = {"city": city, "days": days, "where": where}
-    prompts = {"gemma4": "<|turn>model\n", "qwen3_5": CHATML, "glm4_5": "<|assistant|>", "glm4_7": "<|assistant|>"}
-    for form, prompt in prompts.items():
-        text = call_text(form, "weather", arguments)
-        assert take_apart(form, prompt, list(text))[2] == [("weather", arguments)]
+    text = IN_JSON[form] % json.dumps(arguments) if form in IN_JSON else call_text(form, "weather", arguments)
+    if form == "llama3":
+        num_calls = 1
+    text = ("\n" if form in ("hermes", "glm4_5", "qwen3_5", "plain") else "").join([text] * num_calls)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    prompt = PROMPTS.get(form, CHATML)
+    expected = ("", "", [("weather", arguments)] * num_calls)
+    assert take_apart(form, prompt, [text]) == expected
+    assert take_apart(form, prompt, pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "tail"),
+    [
+        ("x\n</parameter>\nno tag", ""),
+        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", ""),
+        ("a</parameter>\n<parameter=days>\n3", ""),
+        ("a</parameter>\n</function>\n</tool_call> b", " So."),
+    ],
+)
+def test_a_tag_on_no_line_of_its_own_closes_nothing(value: str, tail: str) -> None:
+    text = call_text("qwen3_5", "weather", {"city": value}) + tail
+    for pieces in ([text], list(text)):
+        assert take_apart("qwen3_5", CHATML, pieces) == ("", tail.strip(), [("weather", {"city": value})])
+
+
+@pytest.mark.parametrize("end", ["</parameter>", "</parameter>\n", "</parameter>\n</function>\n</tool_call>"])
+def test_a_tag_that_a_model_forgot_to_put_on_its_line_closes_at_the_end(end: str) -> None:
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nBern</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    inline = f"<tool_call>\n<function=weather>\n<parameter=days>\n3</parameter>\n<parameter=city>\nBern{end}"
+    for pieces in ([inline], list(inline)):
+        assert take_apart("qwen3_5", CHATML, pieces)[2] == [("weather", {"days": 3, "city": "Bern"})]
+    assert take_apart("qwen3_5", CHATML, [text])[2] == [("weather", {"city": "Bern</parameter>\n<parameter=days>\n3"})]
 
 
 @pytest.mark.parametrize(
@@ -441,3 +519,105 @@ def test_marks_of_the_prompt_are_none_of_the_answer() -> None:
 def test_unknown_formats_are_refused() -> None:
     with pytest.raises(ConfigError, match="known: gemma4, glm4_5, glm4_7, gpt_oss, hermes"):
         load_format("qwen")
+
+
+TIME = {"type": "function", "function": {"name": "time"}}
+
+
+def read_bare(
+    text: str, size: int, form: str = "hermes", prompt: str = CHATML, on: bool = True
+) -> list[tuple[str, str]]:
+    """Kinds and texts of an answer's parts, those of the same kind joined."""
+    parser = AnswerParser(load_format(form), prompt, [STRICT, TIME], with_calls=True, bare_calls=on)
+    told: list[tuple[str, str]] = []
+    for start in range(0, len(text), size):
+        told += [(part.kind, part.text) for part in parser.feed(text[start : start + size])]
+    told += [(part.kind, part.text) for part in parser.finish()]
+    assert parser.num_calls == sum(kind == "call" for kind, _ in told)
+    kinds = groupby(told, key=lambda one: one[0])
+    return [(kind, "".join(text for _, text in some)) for kind, some in kinds]
+
+
+STRICT: Any = copy.deepcopy(WEATHER)
+STRICT["function"]["parameters"] |= {"required": ["city"], "additionalProperties": False}
+BARE = '{"name": "weather", "arguments": {"city": "Bern"}}'
+CALLED = [("call", "weather"), ("arguments", '{"city": "Bern"}')]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_whole_answer_that_is_one_object_of_a_tool_is_a_call(size: int) -> None:
+    for text in (
+        BARE,
+        f"\n {BARE}\n",
+        '{"arguments": {"city":"Bern"},"name": "weather"}',
+        '{ "name" : "weather", "parameters": {"city": "Bern"} }',
+        '{"type": "function", "name": "weather", "parameters": {"city": "Bern"}}',
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Bern\\"}"}',
+        f"```json\n{BARE}\n```",
+        f"```\n{BARE}\n```\n",
+    ):
+        assert read_bare(text, size) == CALLED, text
+        assert read_bare(text, size, on=False) == [("content", text)]
+    assert read_bare(f"<think>\nHm.\n</think>\n\n{BARE}", size) == [("reasoning", "Hm."), *CALLED]
+    assert read_bare('{"name": "time", "arguments": {}}', size) == [("call", "time"), ("arguments", "{}")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        BARE + " So.",
+        "So: " + BARE,
+        BARE + BARE,
+        BARE[:-1],
+        f"```json\n{BARE}\n",
+        f"```json\n{BARE}\n```\n```",
+        f"```python\n{BARE}\n```",
+        BARE + "```",
+        BARE.replace("weather", "whether"),
+        BARE.replace("city", "town"),
+        BARE.replace('"Bern"', "3"),
+        BARE.replace('"Bern"', "NaN"),
+        '{"name": "weather"}',
+        '{"name": "weather", "arguments": {"city": "Bern"}, "parameters": {"city": "Bern"}}',
+        '{"name": "weather", "arguments": {"city": "Bern"}, "more": 1}',
+        '{"name": "weather", "arguments": [1]}',
+        '{"name": "weather", "arguments": "Bern"}',
+        '{"title": "weather"}',
+        f"[{BARE}]",
+        "{",
+        "",
+    ],
+)
+def test_any_other_answer_stays_text(text: str, size: int) -> None:
+    assert read_bare(text, size) == ([("content", text)] if text else [])
+
+
+def test_text_is_held_back_no_longer_than_it_may_be_a_call() -> None:
+    for text, held in (
+        ('{"title', 3),
+        ("{1", 1),
+        ('{"name": "wh', 11),
+        ("```py", 3),
+        ("Sun", 0),
+        (BARE + "x", len(BARE)),
+    ):
+        parser = AnswerParser(load_format("hermes"), CHATML, [STRICT, TIME], with_calls=True, bare_calls=True)
+        told = [bool(parser.feed(letter)) for letter in text]
+        assert told.index(True) == held, text
+
+
+def test_a_schema_of_any_kind_is_checked_in_bounded_time() -> None:
+    doubled = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {}}
+    hard = {"properties": {"a": {"pattern": "^(a+)+$"}}}
+    for schema in (
+        {"$ref": "#/$defs/d0", "$defs": doubled},
+        {"$ref": "#"},
+        {"$ref": "http://127.0.0.1:9/schema"},
+        {"type": 3},
+        {"patternProperties": {"(a+)+$": {}}},
+        hard,
+    ):
+        assert not is_valid({"a": "a" * 60 + "b"}, schema), schema
+    assert is_valid({"a": "aa"}, hard)
+    assert is_valid({"a": "x"}, {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": "x"}}})

@@ -12,7 +12,7 @@ from openai import OpenAI
 from tests.serve.running import MODEL, Running, Tiny, openai_client, running
 from tests.serve.test_openai_client import CHAT
 from tests.serve.test_tools import SCHEMA, Weather, templated
-from volley.serve.responses import MessageItem, ReasoningItem, _messages
+from volley.serve.responses import MessageItem, ReasoningItem, ResponsesRequest, _messages
 
 WEATHER: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
@@ -150,7 +150,8 @@ def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
         ({"diffusion": {}}, "diffusion", "diffusion"),
         ({"tools": [{"type": "mcp"}]}, "tools.0.type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"mood": 1}, "mood", "unknown field"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "use text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
         ({"input": []}, "input", "at least 1"),
         ({"input": "x" * 3000}, "input", "maximum context length"),
@@ -167,6 +168,31 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     error = response.json()["error"]
     assert message in error["message"]
     assert (error["param"] or "").startswith(param)
+
+
+def test_custom_calls_of_a_conversation_are_read(server: Running) -> None:
+    """As a function's, whose argument is the text."""
+    patch = '*** Begin Patch\n"ü"'
+    items: list[Any] = [
+        {"role": "user", "content": "Patch it."},
+        {
+            "type": "custom_tool_call",
+            "id": "1",
+            "call_id": "a",
+            "name": "apply_patch",
+            "input": patch,
+            "status": "completed",
+        },
+        {"type": "custom_tool_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "Done."}]},
+    ]
+    chat = ResponsesRequest.model_validate({"input": items}).as_chat()
+    (call,) = chat.messages[1].tool_calls
+    assert (call.id, call.function.name) == ("a", "apply_patch")
+    assert json.loads(call.function.arguments) == {"input": patch}
+    assert (chat.messages[2].tool_call_id, chat.messages[2].for_template()["content"]) == ("a", "Done.")
+    assert server.post("responses", {"input": items, "max_output_tokens": 2}).status_code == 200
+    wrong = server.post("responses", {"input": [{"type": "custom_tool_call", "call_id": "a", "name": "x"}]})
+    assert wrong.json()["error"]["param"] == "input.0.input"
 
 
 def test_what_codex_sends_is_taken(server: Running) -> None:

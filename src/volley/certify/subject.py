@@ -218,6 +218,7 @@ class ServerSubject:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logprobs": min(params.top_logprobs or 0, self.top) or None,
+            "repetition_penalty": params.repetition_penalty,  # else the model's own may be in force
         }
         if params.temperature > 0:  # some servers truncate unless they are told not to
             body |= {"top_k": params.top_k or -1, "min_p": params.min_p}

@@ -7,6 +7,7 @@ the same masks, so draft and target have the same support.
 
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from volley.decode.rules import Bits, Constraint, is_in
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError, InputError
 from volley.grammar import Grammar
 
@@ -83,7 +85,7 @@ class Grammars:
         if matcher.is_error():
             problem = _first_line(matcher.get_error())
             if grammar.kind == "json_schema":
-                pointer, problem = self._locate(json.loads(grammar.source), grammar.whitespace, problem)
+                pointer, problem = self._locate(_schema_of(grammar), grammar.whitespace, problem)
                 raise ConfigError(f"the JSON schema cannot be used, at {pointer or 'its root'}: {problem}")
             raise ConfigError(f"the {grammar.kind} grammar cannot be used: {problem}")
         return matcher
@@ -98,6 +100,7 @@ class Grammars:
         size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks are whole words
         try:
             vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
+            vocabulary = _with_added_text(vocabulary, self._tokenizer)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"llguidance cannot read this tokenizer ({error}); grammars need a target with a fast tokenizer"
@@ -129,13 +132,60 @@ class Grammars:
                 return pointer, problem
 
 
+class _Vocabulary:
+    """A vocabulary of llguidance's, with other special tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, known: Any, special_token_ids: list[int], added: Collection[str]) -> None:
+        """``added`` are the added tokens that are text."""
+        self._known, self.special_token_ids = known, special_token_ids
+        self._added = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
+        self.eos_token_id = known.eos_token
+        self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("it takes text")  # which tells llguidance not to give bytes
+        tokens: list[int] = self._known.tokenize_str(text)
+        if self._text(tokens) == text.encode():
+            return tokens
+        told = []  # a normalizer may put a space behind each added token
+        for part in filter(None, self._added.split(text)):
+            tokens = self._known.tokenize_str(part)
+            told += tokens if self._text(tokens) == part.encode() else self._known.greedy_tokenize(part)
+        return told
+
+    def _text(self, tokens: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in tokens)
+
+
+def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
+    """The vocabulary in which added tokens that are not special are text.
+
+    llguidance takes each added token of the form ``<...>`` for a special one. Qwen's ``<tool_call>`` and ``</think>`` are text.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    special = {*tokenizer.all_special_ids, *vocabulary.eos_tokens}
+    plain = {token for token, own in tokenizer.added_tokens_decoder.items() if not own.special} - special
+    if not any(vocabulary.is_special_token(token) for token in plain if token < vocabulary.vocab_size):
+        return vocabulary
+    kept = [
+        token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token) and token not in plain
+    ]
+    texts = {str(own) for token, own in tokenizer.added_tokens_decoder.items() if token in plain}
+    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept, texts))
+    return LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_tokens))
+
+
 def _text_for_library(grammar: Grammar) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     match grammar.kind:
         case "json_schema":
-            return _schema_text(json.loads(grammar.source), grammar.whitespace)
+            return _schema_text(_schema_of(grammar), grammar.whitespace)
         case "regex":
             text = LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
@@ -150,6 +200,13 @@ def _text_for_library(grammar: Grammar) -> str:
                 told = shorten(str(error) or type(error).__name__, _LONGEST_MESSAGE)
                 raise ConfigError(f"the ebnf grammar cannot be used: {told}") from None
     return str(text)
+
+
+def _schema_of(grammar: Grammar) -> dict[str, Any]:
+    try:
+        return enforceable(json.loads(grammar.source))
+    except RecursionError:
+        raise ConfigError("the JSON schema cannot be read; nest it less deeply, with $defs and $ref") from None
 
 
 def _schema_text(schema: dict[str, Any], whitespace: str) -> str:

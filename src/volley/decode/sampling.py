@@ -124,6 +124,22 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
+NO_TOKEN = -1
+"""Stands where a row chooses no token, because its logits or its distribution are not finite."""
+
+
+def if_finite(tokens: Tensor, chosen_by: Tensor, raw: Tensor | None = None) -> Tensor:
+    """``tokens [R]`` with :data:`NO_TOKEN` for each row whose choice means nothing.
+
+    ``chosen_by [R, V]`` are the logits or weights by which each token was chosen. A NaN is the largest logit of its row, and
+    makes all weights of a distribution NaN, so the entry of the token tells. Rules may raise a logit to infinity; with ``raw``
+    only an infinite logit of the target's own counts.
+    """
+    entries = chosen_by.gather(-1, tokens[:, None])[:, 0]
+    own = entries if raw is None else raw.gather(-1, tokens[:, None])[:, 0]
+    return torch.where((entries > -torch.inf) & (own < torch.inf), tokens, NO_TOKEN)
+
+
 def best_tokens(logits: Tensor) -> list[int]:
     """:func:`likeliest`, read by the host."""
     best: list[int] = likeliest(logits).tolist()

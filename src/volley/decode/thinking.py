@@ -3,7 +3,7 @@
 It is a token rule, so speculation changes nothing: the path of each row tells how far reasoning is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,27 @@ _FORCE = 1e4
 
 
 class _Place(NamedTuple):
-    """The state of an answer: whether reasoning is open or over, its tokens, and how many tokens of the next marker were read."""
+    """The state of an answer: whether reasoning is open or over, its tokens, and how much of the next marker was read.
+
+    ``matched`` counts tokens of the marker as it is forced; ``text`` is the end of the text, which may spell it otherwise.
+    """
 
     is_open: bool
     is_over: bool
     used: int
     matched: int
+    text: str = ""
+
+
+class Spelt(NamedTuple):
+    """The markers as text, which tokens of any kind may spell."""
+
+    opens: str
+    closes: str
+    spell: Callable[[int], str]
+    """Gives the text of a token."""
+    at_start: bool
+    """Whether reasoning opens at the beginning of an answer alone."""
 
 
 class ThinkingBudget(TokenRule):
@@ -29,9 +44,14 @@ class ThinkingBudget(TokenRule):
 
     title = "thinking_token_budget"
 
-    def __init__(self, opens: Sequence[int], closes: Sequence[int], budget: int, *, is_open: bool) -> None:
-        """``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the prompt has opened reasoning already."""
-        self.opens, self.closes, self.budget = list(opens), list(closes), budget
+    def __init__(
+        self, opens: Sequence[int], closes: Sequence[int], budget: int, *, is_open: bool, spelt: Spelt | None = None
+    ) -> None:
+        """``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the prompt has opened reasoning already.
+
+        With ``spelt`` a marker is found in the text as well, whatever its tokens are.
+        """
+        self.opens, self.closes, self.budget, self.spelt = list(opens), list(closes), budget, spelt
         self._place = _Place(is_open, False, 0, 0)
 
     def take(self, token_id: int) -> None:
@@ -60,6 +80,18 @@ class ThinkingBudget(TokenRule):
             return place
         marker = self.closes if place.is_open else self.opens
         matched = place.matched + 1 if token == marker[place.matched] else int(token == marker[0])
-        if matched == len(marker):
+        is_whole, text = matched == len(marker), ""
+        if self.spelt is not None:
+            mark = self.spelt.closes if place.is_open else self.spelt.opens
+            text = place.text + self.spelt.spell(token)
+            if self.spelt.at_start and not place.is_open:
+                text = text.lstrip()
+                is_whole = text.startswith(mark)
+                if not is_whole and not mark.startswith(text):
+                    return place._replace(is_over=True)  # the answer has begun without reasoning
+            else:
+                is_whole = is_whole or mark in text
+                text = text[max(0, len(text) - len(mark) + 1) :]
+        if is_whole:
             return _Place(not place.is_open, place.is_open, 0, 0)
-        return place._replace(used=place.used + place.is_open, matched=matched)
+        return place._replace(used=place.used + place.is_open, matched=matched, text=text)

@@ -75,6 +75,8 @@ def verify_speculative(
     given the tokens before it, after temperature and truncation, over the tokens ``drafted [n]`` or all. And no noise of the
     draft, or of ``uniforms [Σ k]``, serves another cycle, because rejected tokens influence how many are kept. A rule that ends a
     draft may look at the tokens before.
+    A row of NaN, of the target or of the draft, counts as a distribution of the target whose only token is never drafted. So the
+    draft is kept up to there at most, and if it is, the weights are NaN.
     ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)
@@ -104,6 +106,7 @@ def verify_speculative(
         surplus.scatter_add_(1, drafted.expand(total, -1), draft_probs.neg())
     surplus.clamp_min_(0)
     masses = surplus.sum(dim=-1).double()
+    masses = torch.where(masses.isnan(), before, masses)
 
     left = torch.cat([_table(masses, grid)[:, 1:], torch.zeros_like(levels[:, :1])], dim=1)  # s_1 … s_k
     number = torch.arange(1, longest + 1, device=levels.device)

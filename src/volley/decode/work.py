@@ -115,6 +115,10 @@ class Work(Generic[R]):
     """Where the target's own tokens of its rows begin among what the host reads of this pass, if the device chooses them."""
     kept: int | None = None
     """Where the number of its kept tokens is among these, if the device counts them; then only the token behind them is there."""
+    is_broken: bool = False
+    """Whether the target's logits, or what is made of them, are not finite though nothing uncertain was in the pass."""
+    is_cut: bool = False
+    """Whether its verdict keeps less than was accepted, because the row behind is not finite (:meth:`Speculative.absorb`)."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 

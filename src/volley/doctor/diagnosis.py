@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from volley.chat import template_digest
+from volley.chat import own_template, template_digest
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
 from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
@@ -102,8 +102,7 @@ class Doctor:
         dtype = getattr(torch, str(trained.get("dtype", "float32")))
         self.target = FrozenTarget(target, dtype, torch.device("cpu"))
         self.drafter = Drafter.from_pretrained(drafter, dtype)
-        kind = self.drafter.config.untrained or (self.drafter.config.head and self.drafter.config.head.type == "dspark")
-        if kind:
+        if not self.drafter.config.is_trained_here:
             raise ConfigError(
                 f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
                 "acceptance with the figures of the program that it comes from"
@@ -282,7 +281,7 @@ class Doctor:
     def _template(self) -> Iterator[Finding]:
         facts = self.report.get("data", {})
         tokenizer = self.target.tokenizer
-        template, now = tokenizer.chat_template, template_digest(tokenizer)
+        template, now = own_template(tokenizer), template_digest(tokenizer)
         seen = {row.get("chat_template") for row in self.rows} - {None, True}
         learnt = facts.get("chat_templates", [])
         if learnt and not {str(now), "None"} & set(learnt):

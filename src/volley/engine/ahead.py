@@ -98,6 +98,9 @@ class Ahead:
         going_on = [work for work in works if work.request.remaining > 1]  # the others end here
         if step is None or not self._is_likely(step, works, size) or not going_on:
             return
+        tokens = tokens.clamp_min(
+            0
+        )  # a row that is not finite chose none; its request takes nothing of what is launched
         pages, starts = self._scheduler.sequences.pages, [work.request.computed + 1 for work in going_on]
         ends = [start + (2 * (1 + size) if size else 1) for start in starts]
         if max(ends) > self._runner.target.context_length or len(going_on) * (1 + size) > MOST_ROWS:
@@ -212,7 +215,7 @@ def _is_drafted_by_drafter(request: Request) -> bool:
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
     place, ask = launched.places.get(work.request), work.ask
-    if place is None or not _is_chain(work) or ask.size > launched.size:
+    if place is None or place.before.is_cut or not _is_chain(work) or ask.size > launched.size:
         return False
     is_usable = ask.rule is place.before.ask.rule and work.may_be_late
     # The first tokens of a longer block are others than those of a shorter one. Here alone, answers depend on which they are.

@@ -96,7 +96,9 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
         if window is None:
             per_token += own
         else:
-            per_ring = own * page_size * ring_pages(drafter.config.block_size, window, page_size)
+            per_ring = (
+                own * page_size * ring_pages(decoding.largest_block(drafter.config.block_size), window, page_size)
+            )
     return fit(
         replace(config, page_size=page_size),
         find_device(target.device),

@@ -134,12 +134,14 @@ class Engine:
         if drafter is not None:
             window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            drafter.rotary.cover(min(target.context_length, num_pages * size) + drafter.config.block_size)
+            block = config.largest_block(drafter.config.block_size)
+            drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
             if window is not None:
-                num_pages = ring_pages(drafter.config.block_size, window, size) * num_rings(capacity.max_running)
+                num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
             model = make_draft_model(drafter, kv, target, window)
-            others.append(DraftRing(model, window, size, capacity.max_running) if window else DraftContext(model))
+            ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
+            others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
         self.scheduler = Scheduler(capacity, self.sequences)
@@ -249,6 +251,8 @@ class Engine:
                 listener(work.request, work.proposal, work.verdict)
 
     def _end(self, request: Request) -> None:
+        if request.failure is not None:
+            self.sequences.withdraw(request)
         self.scheduler.finish(request)
         self.policy.end(request.request_id)
         request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
@@ -278,6 +282,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, procedure: Procedure | None = None
     ) -> Request:
         params = params or SamplingParams()
+        if params.draft_temperature is None and self.config.draft_temperature is not None and params.temperature:
+            params = replace(params, draft_temperature=self.config.draft_temperature)
         if procedure is None:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
@@ -337,13 +343,18 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Generator[TextChunk, None, GenerationResult]:
-        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`."""
+        """Yield text as it is accepted; the generator returns the :class:`GenerationResult`.
+
+        Raises :class:`NonFiniteError` behind the last chunk if the request ended because its logits are not finite.
+        """
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
                 self._advance()
                 yield from request.take_chunks()
             yield from request.take_chunks()  # of steps that another iterator made
+            if request.failure is not None:
+                raise request.failure
             return request.result()
         finally:
             self.abort(request)

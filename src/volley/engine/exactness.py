@@ -39,8 +39,9 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
         return f"PyTorch's operations read {config.kv_dtype} K/V", "use kv_dtype='auto'"
     if target.fused is None or not target.fused.serves(store) or not target.ends_are_fused:
         return (
-            f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, Qwen2, "
-            "Qwen3 and Mistral, with heads of 16 · n and inputs of 32 · n numbers (of 64 · n in codes that are rounded here)",
+            f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, "
+            "Mistral, Qwen2 and 3, Gemma 2 and 3, Phi-3, SmolLM3, Granite and OLMo 2, with heads of 16 · n and inputs of 32 · n "
+            "numbers (of 64 · n in codes that are rounded here)",
             _AS_IT_IS,
         )
     return None

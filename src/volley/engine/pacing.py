@@ -27,7 +27,7 @@ class Pacing:
             found.append(([], []))
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
-                if self.policy.uses_lookup:
+                if self.policy.uses_lookup and request.length != request.plain_at:
                     found[-1] = request.find(min(MOST_FOUND, request.remaining - 1))
                     view.found = found[-1][1]
         asked = [view for view in views if view is not None]

@@ -94,6 +94,9 @@ class RecurrentStates(SequenceState):
             self.forget()  # some would be found, and hold other states
             raise
 
+    def withdraw(self, request: Request) -> None:
+        self._free += [self.snapshots.pop(digest) for digest in request.page_hashes if digest in self.snapshots]
+
     def release(self, request: Request) -> None:
         self._held.pop(request.request_id, None)
         if request.table.state is not None:

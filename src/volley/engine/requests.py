@@ -7,6 +7,7 @@ from volley.decode.detokenize import Detokenizer
 from volley.decode.grammars import Grammars
 from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise
+from volley.decode.stops import StopFinder, hidden_tokens
 from volley.errors import InputError
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.models.targets.target import Target
@@ -44,19 +45,23 @@ def make_request(
     if params.grammar is not None:  # the last rule: it forbids tokens, whatever the others made of the logits
         rules = (*rules, grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
     table = BlockTable(pool.page_size)
-    own_stops = frozenset() if params.ignore_eos else target.stop_token_ids
+    ends = (frozenset() if params.ignore_eos else target.stop_token_ids) | frozenset(params.stop_token_ids)
+    hidden = (
+        hidden_tokens(target.tokenizer, ends, skip_special_tokens=params.skip_special_tokens) if params.stop else {}
+    )
     return Request(
         request_id=request_id,
         token_ids=token_ids,
         params=params,
         noise=PositionNoise(_seed(params)),
         max_length=max_length,
-        stop_token_ids=own_stops | frozenset(params.stop_token_ids),
+        stop_token_ids=ends,
         detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens, before=token_ids),
         table=table,
         draft_table=table,
         procedure=procedure,
         room=pool.num_pages * pool.page_size,
+        stops=StopFinder(params.stop, hidden),
         rules=rules,
     )
 

@@ -72,6 +72,9 @@ class SequenceState(ABC):
     def keep(self, step: Step) -> None:
         """Apply the verdicts: what was accepted stays, the rest is forgotten. ``request.computed`` is still that of before."""
 
+    def withdraw(self, request: Request) -> None:
+        """Let later requests find nothing of what is kept of a request, to be called before it is released."""
+
     def release(self, request: Request) -> None:
         """Forget a request."""
 
@@ -147,6 +150,9 @@ class TargetPages(SequenceState):
             digest = self.pool.page_hash(parent, token_ids[done * size : (done + 1) * size])
             request.page_hashes.append(digest)
             self.pool.publish(request.table.pages[done], digest)
+
+    def withdraw(self, request: Request) -> None:
+        self.pool.withdraw(request.page_hashes)
 
     def release(self, request: Request) -> None:
         self.pool.release(request.table)
@@ -260,10 +266,19 @@ class DraftRing(DraftContext):
     """
 
     def __init__(
-        self, model: DraftModel, window: int, page_size: int, max_running: int, most_waiting: int = 256
+        self,
+        model: DraftModel,
+        window: int,
+        page_size: int,
+        max_running: int,
+        most_waiting: int = 256,
+        *,
+        block_size: int | None = None,
     ) -> None:
+        """``block_size`` is the largest block that is drafted; by default the drafter's own."""
         super().__init__(model, most_waiting)
-        self.window, self.page_size, self.block_size = window, page_size, model.drafter.config.block_size
+        self.window, self.page_size = window, page_size
+        self.block_size = block_size or model.drafter.config.block_size
         self.num_pages = ring_pages(self.block_size, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
         self.can_rest = not model.reads_next
@@ -342,6 +357,9 @@ class DraftRing(DraftContext):
         for number in range(first, min(end // size, len(request.page_hashes))):
             self.pool.publish(request.draft_table.pages[number % self.num_pages], _digest(request, number))
 
+    def withdraw(self, request: Request) -> None:
+        self.pool.withdraw(_digest(request, number) for number in range(len(request.page_hashes)))
+
     def release(self, request: Request) -> None:
         super().release(request)
         self._behind.discard(request)
@@ -418,6 +436,11 @@ class Sequences:
                 state.keep(step)
         for work in step.works:
             work.request.computed += work.num_kept
+
+    def withdraw(self, request: Request) -> None:
+        """Let later requests find nothing of what is kept of a request: pages, draft K/V, recurrent states."""
+        for state in self.states:
+            state.withdraw(request)
 
     def release(self, request: Request) -> None:
         """The last state first: what waits for a place on the target's pages must learn it while the request has them."""

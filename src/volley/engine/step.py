@@ -112,8 +112,13 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
         stats.prefill_seconds += now - step.started
     else:
         stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
+    if work.is_broken:
+        request.fail()
+        stats.total_seconds = time.perf_counter() - request.arrived
     if not verdict.token_ids:
-        if request.remaining == 0 and request.computed == request.length:  # max_tokens 0 only reads the prompt
+        if (
+            request.finish_reason is None and request.remaining == 0 and request.computed == request.length
+        ):  # max_tokens 0 only reads the prompt
             request.finish_reason = "length"
             stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
         return False

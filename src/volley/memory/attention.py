@@ -133,7 +133,9 @@ class _Group:
 
     rows: slice  # their tokens among those of all groups
     count: int
-    slots: slice | Tensor  # where their keys live: a slice or [S] for one segment, [count · S] padded for several
+    slots: (
+        slice | Tensor
+    )  # where their keys live: a slice or [S] for one segment, [count · S] padded with its own for several
     mask: Tensor | None  # additive [count, 1, length or 1, S]; None when every token sees every key
     repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
 
@@ -305,9 +307,11 @@ def _build_group(
         visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None, :length].numpy()
     else:
         longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
-        every = np.zeros((len(segments), longest), dtype=np.int64)
+        every = np.empty((len(segments), longest), dtype=np.int64)
         for row, segment, first in zip(every, segments, firsts, strict=True):
-            row[: segment.end - first] = segment.table.slot_array(first, segment.end)
+            own = segment.table.slot_array(first, segment.end)
+            row[: len(own)] = own
+            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN in another request's slot
         slots = torch.from_numpy(every.ravel())
         visible = _visible(segments, np.array(firsts), length, longest, options)
     bias = None

@@ -271,6 +271,13 @@ class PagePool:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
+    def withdraw(self, digests: Iterable[bytes]) -> None:
+        """Let nobody find these contents any more; pages in use stay in use."""
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is not None:
+                self._evict(page)
+
     def forget(self) -> None:
         """Empty the prefix cache; pages in use stay in use."""
         self._hash_of.clear()

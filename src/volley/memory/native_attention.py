@@ -25,13 +25,15 @@ def native_attention(
         return paged_attention(batch, store, layer, queries, keys, values, options)
     assert isinstance(store, DenseKVStore)
     plan = attention_plan(batch, options.window)
-    return plan.attend(queries, keys, values, store.keys[layer], store.values[layer], options.scale)
+    pools = store.keys[layer], store.values[layer]
+    return plan.attend(queries, keys, values, *pools, options.scale, options.softcap, options.sinks)
 
 
 def serves(store: KVStore, options: AttentionOptions) -> bool:
     """Whether the kernel computes such attention over such a store."""
-    plain = options.softcap is None and options.sinks is None and not (options.symmetric and options.window is not None)
-    if not (native.available and plain and isinstance(store, DenseKVStore)):
+    if options.symmetric and options.window is not None:
+        return False
+    if not (native.available and isinstance(store, DenseKVStore)):
         return False
     pool = store.keys[0]
     return pool.dtype == torch.bfloat16 and pool.device.type == "cpu"

@@ -6,19 +6,22 @@ masks over logits, recurrent states, noise and what is in fp32 (norms, gates, ro
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
-from copy import copy
-from ctypes import byref
-from typing import Literal
+from collections.abc import Sequence
+from ctypes import addressof, byref
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from volley.native.codes import BLOCK as BLOCK
-from volley.native.codes import GROUP as GROUP
-from volley.native.codes import KINDS, CodeSource, LaidOut, WeightSource, lay_out, picked, taken_back
-from volley.native.codes import Codes as Codes
-from volley.native.codes import Weights as Weights
+from volley.native.codes import LaidOut, WeightSource, lay_out, taken_back
+from volley.native.formats import BLOCK as BLOCK
+from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
+from volley.native.formats import GROUP as GROUP
+from volley.native.formats import Codes as Codes
+from volley.native.formats import Weights as Weights
+from volley.native.library import HeadsStruct as HeadsStruct
 from volley.native.library import ProductStruct as ProductStruct
+from volley.native.library import TurnsStruct as TurnsStruct
 from volley.native.library import available as available
 from volley.native.library import functions as functions
 from volley.native.library import has_dot_products as has_dot_products
@@ -32,38 +35,63 @@ DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
-_AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
+Activation = Literal["silu", "gelu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")  # as the kernels number them
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``, in bf16 rounded before and after the weight.
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, rounds: bool = True) -> Tensor:
+    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``; of bf16 the weight may be in fp32.
 
-    In fp32 the weight may be left out, and any CPU will do.
+    bf16 is rounded before the weight, too, unless ``rounds`` is false. In fp32 the weight may be left out, and any CPU will do.
     """
     out = torch.empty_like(x)
     size = x.shape[-1]
-    given = x.data_ptr(), pointer(weight), out.data_ptr(), x.numel() // size, size, eps
     if x.dtype == torch.float32:
-        functions().rms_norm_floats(*given)
+        functions().rms_norm_floats(x.data_ptr(), pointer(weight), out.data_ptr(), x.numel() // size, size, eps)
     else:
-        functions().rms_norm(given[0], size, *given[1:])
+        assert weight is not None
+        scale = weight.float()
+        functions().rms_norm(
+            *(x.data_ptr(), size, scale.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, rounds)
+        )
     return out
 
 
-def norm_and_turn(
-    x: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
-) -> None:
-    """Norm and rotary embedding, in place, of the first ``heads`` and the next ``shared`` heads of ``x [T, more · d]``.
+class Turns:
+    """A rotary embedding of tokens by cosines and sines ``[T, width]`` in the half-split layout.
 
-    ``norms`` are the weights ``[d]`` of queries and keys; ``cos`` and ``sin`` are ``[T, d]`` in the half-split layout.
+    It turns the first ``width`` numbers of a head. Products are rounded to bf16 if cosines and sines are.
     """
-    of_queries, of_keys = norms or (None, None)
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._tensors = (cos.float().contiguous(), sin.float().contiguous())  # the struct points into them
+        self.struct = TurnsStruct(*map(pointer, self._tensors), cos.shape[-1], cos.dtype == torch.bfloat16)
+
+
+def norm_and_turn(
+    x: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    turns: Turns | None,
+    heads: int,
+    shared: int,
+    eps: float,
+    *,
+    rounds: bool = True,
+) -> None:
+    """Norm and turn, in place, the first ``heads`` and the next ``shared`` heads of ``x [T, more, d]``.
+
+    ``norms`` are the weights of queries and keys: ``[d]`` for each head, or ``[heads · d]`` and ``[shared · d]`` for all as one.
+    """
+    dim = x.shape[2]
+    of_queries, of_keys = (None, None) if norms is None else (weight.float() for weight in norms)
+    whole = of_queries is not None and len(of_queries) != dim
     functions().norm_and_turn(
-        *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys), cos.data_ptr(), sin.data_ptr()),
-        *(len(x), heads, shared, cos.shape[-1], eps),
+        *(x.data_ptr(), x.stride(0), pointer(of_queries), pointer(of_keys)),
+        *(None if turns is None else byref(turns.struct), len(x)),
+        byref(HeadsStruct(heads, shared, dim, whole, rounds, eps)),
     )
 
 
@@ -97,48 +125,93 @@ def gated_gelu(x: Tensor) -> Tensor:
     return out
 
 
-def gated_silu(x: Tensor) -> Tensor:
-    """``silu(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``; GELU by its tanh."""
     out = x.new_empty(len(x), x.shape[1] // 2)
-    functions().gated_silu(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
+    functions().gated(x.data_ptr(), out.data_ptr(), len(x), out.shape[1], ACTIVATIONS.index(activation))
     return out
+
+
+def cap(x: Tensor, most: float) -> None:
+    """Put ``most · tanh(x / most)`` in place of contiguous ``x [T, V]`` in bf16, each step rounded."""
+    functions().cap(x.data_ptr(), *x.shape, most)
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
 
 
-def fits(weight: Tensor, kind: Weights, group: int = GROUP) -> bool:
-    """Whether the products take a weight ``[out, in]``, in codes with a scale for ``group`` inputs."""
-    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else group) == 0
+def fits(weight: Tensor, kind: Weights, inputs: int = GROUP) -> bool:
+    """Whether the products take a weight ``[out, in]``, in codes whose formats want multiples of ``inputs``."""
+    return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else inputs) == 0
+
+
+class _Part(NamedTuple):
+    """Outputs of a product whose weights are of one format."""
+
+    format: Format
+    blocks: LaidOut
+    outputs: int
 
 
 class Product:
     """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
 
     int8 has a scale for every output, int4 one for every 64 inputs of an output. Both meet inputs in int8 that have a scale
-    for every 64 inputs of a row. Stored codes may have one for 32 inputs, of weights and inputs alike.
+    for every 64 inputs of a row. Stored codes have groups of their own, of weights and inputs alike; several formats may lie
+    one below the other.
     """
 
     def __init__(
-        self, weight: WeightSource, bias: Tensor | None, kind: Weights, stored: CodeSource | None = None
+        self,
+        weight: WeightSource,
+        bias: Tensor | None,
+        kind: Weights,
+        stored: Sequence[tuple[CodeSource, int]] = (),
     ) -> None:
-        """``stored`` are the codes that the weight is already in, whose kind is taken; otherwise it is rounded to some."""
-        self.kind: Weights = kind if stored is None else stored.kind
-        self.group = GROUP if stored is None else stored.group
-        self._bias = None if bias is None else bias.bfloat16().contiguous()
-        self._take(lay_out(weight, self.kind, stored), int(weight.shape[0]), int(weight.shape[1]))
+        """``stored`` are codes that the weight is already in, with the outputs of each; otherwise it is rounded to ``kind``."""
+        outputs, inputs = map(int, weight.shape)
+        found = []
+        for codes, size in stored:
+            shape = torch.empty(size, inputs, device="meta")  # all that is read of a weight that has codes
+            found.append(_Part(codes.format, lay_out(shape, codes.format, codes), size))
+        if not stored:
+            found.append(_Part(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
+        self._take(found, inputs, None if bias is None else bias.bfloat16().contiguous())
 
-    def _take(self, blocks: LaidOut, outputs: int, inputs: int) -> None:
-        self._blocks = blocks
-        self.shape = self.outputs, self.inputs = outputs, inputs
-        number = KINDS.index(self.kind)
-        self.struct = ProductStruct(
-            number, self.inputs, self.outputs, self.group, *map(pointer, (*self._blocks, self._bias))
-        )
+    def _take(self, parts: Sequence[_Part], inputs: int, bias: Tensor | None) -> None:
+        self._parts, self._bias = tuple(parts), bias
+        self.shape = self.outputs, self.inputs = sum(part.outputs for part in parts), inputs
+        self.structs: list[ProductStruct] = []
+        end = self.outputs
+        for part in reversed(parts):  # each points to the next
+            end -= part.outputs
+            own = None if bias is None else bias.data_ptr() + end * bias.itemsize
+            following = addressof(self.structs[-1]) if self.structs else None
+            self.structs.append(
+                ProductStruct(
+                    *(NUMBERS[part.format.name], inputs, part.outputs, self.outputs, *map(pointer, part.blocks)),
+                    *(own, following),
+                )
+            )
+
+    @property
+    def struct(self) -> ProductStruct:
+        """The first part's, which leads to the others."""
+        return self.structs[-1]
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Those of its weights, from the first outputs on."""
+        return tuple(part.format for part in self._parts)
+
+    @property
+    def kind(self) -> Weights:
+        """The kind of weights that most of them are."""
+        return max(self._parts, key=lambda part: part.outputs).format.weights
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._blocks if part is not None)
+        return sum(tensor.nbytes for part in self._parts for tensor in part.blocks if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
@@ -148,7 +221,7 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            room = input_room(len(rows), self.inputs, None if self.kind == "bf16" else self.group)
+            room = input_room(len(rows), self.inputs, min(of.group for of in self.formats))
             functions().linear(
                 *(
                     byref(self.struct),
@@ -164,55 +237,68 @@ class Product:
     def first(self, outputs: int) -> "Product":
         """The product with its first outputs alone, a multiple of 16, in the same memory."""
         assert outputs % BLOCK == 0, f"{outputs} is within a block"
-        part = copy(self)
-        part._take(self._blocks.blocks(slice(0, outputs // BLOCK)), outputs, self.inputs)
-        return part
+        found, rest = [], outputs
+        for part in self._parts:
+            own = min(part.outputs, rest)
+            if own:
+                found.append(_Part(part.format, part.blocks.blocks(slice(0, -(-own // BLOCK))), own))
+            rest -= own
+        product = Product.__new__(Product)
+        product._take(found, self.inputs, self._bias)
+        return product
 
     @classmethod
     def unset(cls, outputs: int, inputs: int) -> "Product":
         """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
-        product = cls.__new__(cls)
-        product.kind, product.group, product._bias = "bf16", GROUP, None
-        product._take(LaidOut.unset("bf16", GROUP, outputs, inputs), outputs, inputs)
+        product, of = cls.__new__(cls), FORMATS["bf16"]
+        product._take([_Part(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:
         """Replace rows of a weight in bf16: ``rows [n, in]`` are its rows ``places [n]`` from now on."""
         assert self.kind == "bf16", "codes are not replaced"
-        self._blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
+        self._parts[0].blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
-        if indices.numel() > _AT_ONCE:
-            parts = [self.rows(part) for part in torch.split(indices.reshape(-1), _AT_ONCE)]
-            return torch.cat(parts).view(*indices.shape, self.inputs)
-        return _in_bf16(picked(self._blocks, self.kind, indices.reshape(-1))).view(*indices.shape, self.inputs)
+        assert len(self._parts) == 1, "rows are looked up in weights of one format"
+        flat = indices.reshape(-1).long().contiguous()
+        assert not len(flat) or 0 <= int(flat.min()) <= int(flat.max()) < self.outputs, "no such row"
+        rows = torch.empty((len(flat), self.inputs), dtype=torch.bfloat16)
+        functions().read_rows(byref(self.struct), flat.data_ptr(), len(flat), rows.data_ptr())
+        return rows.view(*indices.shape, self.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""
-        return _in_bf16(taken_back(self._blocks, self.kind, self.outputs, rows))
+        return torch.cat([_in_bf16(part) for part in self._stored(rows)])
 
     def weight(self) -> Tensor:
         """The whole weight ``[out, in]``, as the product has it, rounded to bf16."""
         return self[: self.outputs]
 
-    def codes(self) -> Codes | None:
-        """The whole weight in codes, if it is."""
-        found = taken_back(self._blocks, self.kind, self.outputs, slice(self.outputs))
-        return found if isinstance(found, Codes) else None
+    def codes(self) -> list[Codes]:
+        """The whole weight in codes, if it is; else nothing."""
+        return [part for part in self._stored(slice(self.outputs)) if isinstance(part, Codes)]
+
+    def _stored(self, rows: slice) -> list[Codes | Tensor]:
+        """Rows, part by part."""
+        (first, last, _), begin, found = rows.indices(self.outputs), 0, list[Codes | Tensor]()
+        for part in self._parts:
+            own = slice(max(first - begin, 0), min(last - begin, part.outputs))
+            if own.start < own.stop:
+                found.append(taken_back(part.blocks, part.format, part.outputs, own))
+            begin += part.outputs
+        return found
 
 
 def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def input_room(rows: int, inputs: int, group: int | None) -> list[Tensor | None]:
+def input_room(rows: int, inputs: int, group: int) -> list[Tensor]:
     """Room for inputs as a kernel reads them, in bf16 or in codes, and for the scales and sums of codes in groups."""
-    values = torch.empty(rows * inputs, dtype=torch.bfloat16)
-    if group is None:
-        return [values, None, None]
     return [
-        values,
+        torch.empty(rows * inputs, dtype=torch.bfloat16),
         torch.empty(rows * (inputs // group), dtype=torch.float32),
         torch.empty(rows * (inputs // group), dtype=torch.int32),
     ]

@@ -164,8 +164,10 @@ typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
 
 /* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
  * larger score is met. */
-FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim) {
+FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim, float cap) {
     float weights[PART], parts[16], visible[PART];
+    if (cap != 0.0f)
+        for (int key = 0; key < PART; key++) work->scores[v][key] = cap * tangent(work->scores[v][key] / cap);
     for (int key = 0; key < PART; key++) visible[key] = key >= begin && key < end ? 1.0f : 0.0f;
     for (int key = 0; key < PART; key++) weights[key] = visible[key] != 0.0f ? work->scores[v][key] : -INFINITY;
     for (int j = 0; j < 16; j++) parts[j] = work->most[v];
@@ -203,7 +205,8 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
     }
     int padded = (vectors + 15) / 16 * 16;
     for (int v = 0; v < padded; v++) {
-        work.most[v] = -INFINITY, work.sum[v] = 0;
+        int has_sink = call->sinks && v < vectors;
+        work.most[v] = has_sink ? call->sinks[head * group + v % group] : -INFINITY, work.sum[v] = (float)has_sink;
         memset(work.mixed[v], 0, dim * sizeof(float));
     }
     memset(work.scores, 0, padded * sizeof work.scores[0]);
@@ -226,7 +229,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
             int64_t own = plan->begins[row] > begin ? plan->begins[row] : begin;
             int64_t stop = plan->ends[row] < end ? plan->ends[row] : end;
             if (own < stop)
-                weigh(&work, v, (int)(own - part), (int)(stop - part), dim);
+                weigh(&work, v, (int)(own - part), (int)(stop - part), dim, call->cap);
             else
                 memset(work.weights[v], 0, sizeof work.weights[v]);
         }

@@ -22,8 +22,9 @@ typedef struct { /* of a layer */
     const bf16 *queries, *keys, *values; /* [tokens, heads (shared), dim], rows ``stride`` apart */
     bf16 *key_pool, *value_pool;         /* [slots, shared, dim] */
     bf16 *out;                           /* [tokens, heads, dim] */
+    const float *sinks;                  /* [heads] or null: a score of each that takes weight and gives nothing */
     int64_t stride, heads, shared, dim;
-    float scale;
+    float scale, cap;                    /* scores become cap * tanh(score / cap), unless it is 0 */
 } AttentionCall;
 
 #define PART 64    /* keys that are looked at together; parts begin at positions that are multiples of it */

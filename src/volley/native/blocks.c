@@ -1,143 +1,176 @@
-/* Blocks of GGUF files: decoded, or turned into codes with an fp16 scale for 32 inputs. References, to the bit: the package gguf,
- * and quantise_finely in volley/native/codes.py. */
+/* Blocks of GGUF files: decoded, or taken apart into codes and scales. Reference, to the bit: the package gguf. */
 #include "products.h"
 
-#define LARGE 256 /* numbers of a block */
+/* Bytes of a block of 32 or 256 numbers. */
+static const int64_t BYTES[] = {
+    [Q8_0] = 34,  [Q5_0] = 22,  [Q4_0] = 18, [Q5_1] = 24, [Q4_1] = 20,   [Q6_K] = 210,   [Q5_K] = 176,
+    [Q4_K] = 144, [Q3_K] = 110, [Q2_K] = 84, [MXFP4] = 17, [IQ4_NL] = 18, [IQ4_XS] = 136,
+};
 
-enum { Q4_0, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K };
-static const int64_t NUMBERS[] = {FINE, FINE, FINE, LARGE, LARGE, LARGE}, BYTES[] = {18, 22, 34, 144, 176, 210};
+typedef struct {
+    int8_t codes[LARGE];   /* of numbers, or places in a table */
+    uint8_t halves[2][2];  /* fp16 (MXFP4: bf16): the scale, and what least values have in common */
+    int8_t factors[16][2]; /* PRODUCT: the whole numbers of each group that these are multiplied with */
+} Parts;
 
-INLINE float of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
+/* The nibbles of ``size`` bytes, first all low ones. */
+INLINE void nibbles(const uint8_t *bytes, int size, int8_t *codes) {
+    for (int i = 0; i < size; i++) codes[i] = (int8_t)(bytes[i] & 15), codes[i + size] = (int8_t)(bytes[i] >> 4);
 }
 
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
+/* Add the fifth bits of 32 codes. */
+INLINE void fifth_bits(const uint8_t *bits, int8_t *codes) {
+    for (int byte = 0; byte < 4; byte++)
+        for (int i = 0; i < 8; i++) codes[byte * 8 + i] = (int8_t)(codes[byte * 8 + i] | (bits[byte] >> i & 1) << 4);
 }
 
-INLINE float of_half(const uint8_t *at) {
-    uint32_t half = at[0] | at[1] << 8, size = half & 0x7fff;
-    uint32_t whole = size >= 0x7c00 ? size << 13 | 0x7f800000 : (size << 13) + (112 << 23);
-    return of_bits((size < 0x400 ? bits_of((float)size * 0x1p-24f) : whole) | (half & 0x8000) << 16);
+INLINE void less(int8_t *codes, int size, int zero) {
+    for (int i = 0; i < size; i++) codes[i] = (int8_t)(codes[i] - zero);
 }
 
-INLINE uint16_t half_of(float value) { /* of a number that is not negative: to nearest, ties to even */
-    if (!(value < 65520.0f)) return value != value ? 0x7e00 : 0x7c00;
-    if (value < 0x1p-14f) return (uint16_t)rintf(value * 0x1p24f);
-    uint32_t bits = bits_of(value) - (112 << 23);
-    return (uint16_t)((bits + 0xfff + (bits >> 13 & 1)) >> 13);
-}
-
-/* The 32 codes of a block with one scale, which stands before them. */
-INLINE void symmetric_codes(int kind, const uint8_t *block, int8_t *codes) {
-    const uint8_t *halves = block + (kind == Q5_0 ? 6 : 2);
+/* Blocks of 32 numbers: a scale, maybe a least value, maybe fifth bits, codes. */
+INLINE void open_small(int kind, const uint8_t *block, Parts *to) {
+    int halves = kind == MXFP4 ? 1 : 2 * num_scales(kind), is_five = FORMATS[kind].bits == 5;
+    if (kind == MXFP4) { /* a power of two, halved as the table's numbers are doubled: in bf16 */
+        uint16_t scale = (uint16_t)(block[0] < 2 ? 32 << block[0] : (block[0] - 1) << 7);
+        memcpy(to->halves[0], &scale, 2);
+    } else
+        memcpy(to->halves, block, halves);
     if (kind == Q8_0) {
-        memcpy(codes, block + 2, FINE);
+        memcpy(to->codes, block + 2, 32);
         return;
     }
-    for (int i = 0; i < FINE / 2; i++) codes[i] = (int8_t)(halves[i] & 15), codes[i + FINE / 2] = (int8_t)(halves[i] >> 4);
-    for (int i = 0; i < FINE; i++)
-        if (kind == Q5_0)
-            codes[i] = (int8_t)(codes[i] + (block[2 + i / 8] >> (i & 7) & 1) * 16 - 16);
-        else
-            codes[i] = (int8_t)(codes[i] - 8);
+    nibbles(block + halves + 4 * is_five, 16, to->codes);
+    if (is_five) fifth_bits(block + halves, to->codes);
+    if (!FORMATS[kind].table) less(to->codes, 32, FORMATS[kind].zero);
 }
 
-INLINE void decode_symmetric(int kind, const uint8_t *block, float *values) {
-    int8_t codes[FINE];
-    float scale = of_half(block);
-    symmetric_codes(kind, block, codes);
-    for (int i = 0; i < FINE; i++) values[i] = scale * (float)codes[i];
-}
-
-/* Q4_K and Q5_K: scales and least values of 32 numbers have six bits each, of the last four apart. Products with them, and with
- * codes, are exact (11 + 6 + 5 bits), so it does not matter whether the compiler joins them with the subtraction. */
-INLINE void decode_with_least(int kind, const uint8_t *block, float *values) {
-    float scale = of_half(block), least = of_half(block + 2);
+/* Q4_K and Q5_K: scales and least values of 32 numbers have six bits each, of the last four apart. */
+INLINE void open_with_least(int kind, const uint8_t *block, Parts *to) {
     const uint8_t *six = block + 4, *fifth = block + 16, *halves = block + (kind == Q5_K ? 48 : 16);
+    memcpy(to->halves, block, 4);
     for (int g = 0; g < 8; g++) {
-        int by = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4;
-        int less = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
-        float own = scale * (float)by, own_least = least * (float)less;
-        for (int i = 0; i < FINE; i++) {
-            int code = halves[g / 2 * FINE + i] >> g % 2 * 4 & 15;
+        to->factors[g][0] = (int8_t)(g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4);
+        to->factors[g][1] = (int8_t)(g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4);
+        for (int i = 0; i < 32; i++) {
+            int code = halves[g / 2 * 32 + i] >> g % 2 * 4 & 15;
             if (kind == Q5_K) code |= (fifth[i] >> g & 1) << 4;
-            values[g * FINE + i] = own * (float)code - own_least;
+            to->codes[g * 32 + i] = (int8_t)code;
         }
     }
 }
 
-INLINE void decode_q6_k(const uint8_t *block, float *values) {
-    float scale = of_half(block + 208);
+INLINE void open_q6_k(const uint8_t *block, Parts *to) {
+    memcpy(to->halves[0], block + 208, 2);
     for (int g = 0; g < 16; g++) {
         int at = g % 8 * 16; /* in a half of the block */
         const uint8_t *low = block + g / 8 * 64 + at % 64, *high = block + 128 + g / 8 * 32 + at % 32;
-        float own = scale * (float)(int8_t)block[192 + g];
+        to->factors[g][0] = (int8_t)block[192 + g];
+        for (int i = 0; i < 16; i++)
+            to->codes[g * 16 + i] = (int8_t)(((low[i] >> at / 64 * 4 & 15) | (high[i] >> at / 32 * 2 & 3) << 4) - 32);
+    }
+}
+
+/* Q3_K and Q2_K: pairs of bits of 32 numbers lie in the same bytes as those of three others; third bits of all eight do. */
+INLINE void open_pairs(int kind, const uint8_t *block, Parts *to) {
+    const uint8_t *pairs = block + (kind == Q3_K ? 32 : 16), *six = block + 96;
+    memcpy(to->halves, block + (kind == Q3_K ? 108 : 80), kind == Q3_K ? 2 : 4);
+    for (int g = 0; g < 16; g++) {
+        int at = g % 2 * 16;
+        if (kind == Q3_K)
+            to->factors[g][0] = (int8_t)(((six[g % 8] >> g / 8 * 4 & 15) | (six[8 + g % 4] >> g / 4 * 2 & 3) << 4) - 32);
+        else
+            to->factors[g][0] = (int8_t)(block[g] & 15), to->factors[g][1] = (int8_t)(block[g] >> 4);
         for (int i = 0; i < 16; i++) {
-            int code = (low[i] >> at / 64 * 4 & 15) | (high[i] >> at / 32 * 2 & 3) << 4;
-            values[g * 16 + i] = own * (float)(code - 32);
+            int code = pairs[g / 8 * 32 + at + i] >> g % 8 / 2 * 2 & 3;
+            if (kind == Q3_K) code += (block[at + i] >> g / 2 & 1) * 4 - 4;
+            to->codes[g * 16 + i] = (int8_t)code;
         }
     }
 }
 
-#define EACH_KIND(kind, symmetric)                                                                  \
-    switch (kind) {                                                                                 \
-        case Q4_0: symmetric(Q4_0); break;                                                          \
-        case Q5_0: symmetric(Q5_0); break;                                                          \
-        case Q8_0: symmetric(Q8_0); break;                                                          \
-        case Q4_K: decode_with_least(Q4_K, block, values); break;                                   \
-        case Q5_K: decode_with_least(Q5_K, block, values); break;                                   \
-        default: decode_q6_k(block, values);                                                        \
-    }
-
-FOR_EACH_CPU static void decode_block(int64_t kind, const uint8_t *block, float *wide, bf16 *out) {
-    float own[LARGE], *values = wide ? wide : own;
-#define DECODE(kind) decode_symmetric(kind, block, values)
-    EACH_KIND(kind, DECODE)
-    if (out)
-        for (int i = 0; i < NUMBERS[kind]; i++) out[i] = narrow(values[i]);
-}
-
-/* As Q8_0 is rounded. */
-INLINE void round_group(const float *values, int8_t *codes, uint16_t *scale) {
-    uint32_t most = 0;
-    for (int i = 0; i < FINE; i++) {
-        uint32_t size = bits_of(values[i]) & 0x7fffffff; /* what is not a number is above all numbers */
-        most = size > most ? size : most;
-    }
-    *scale = half_of(of_bits(most) / 127.0f);
-    float rounded_scale = of_half((const uint8_t *)scale), inverse = rounded_scale == 0 ? 0 : 1 / rounded_scale;
-    for (int i = 0; i < FINE; i++) {
-        float value = rintf(values[i] * inverse);
-        value = value > 127 ? 127 : value < -127 ? -127 : value;
-        codes[i] = (int8_t)(value == value ? (int32_t)value : 0);
+INLINE void open_iq4_xs(const uint8_t *block, Parts *to) {
+    memcpy(to->halves[0], block, 2);
+    int high = block[2] | block[3] << 8;
+    for (int g = 0; g < 8; g++) {
+        to->factors[g][0] = (int8_t)(((block[4 + g / 2] >> g % 2 * 4 & 15) | (high >> 2 * g & 3) << 4) - 32);
+        nibbles(block + 8 + g * 16, 16, to->codes + g * 32);
     }
 }
 
-FOR_EACH_CPU static void recode_block(int64_t kind, const uint8_t *block, int8_t *codes, uint16_t *scales) {
-    float values[LARGE];
-#define TAKE(kind) memcpy(scales, block, 2), symmetric_codes(kind, block, codes)
-    EACH_KIND(kind, TAKE)
-    if (NUMBERS[kind] == LARGE)
-        for (int g = 0; g < LARGE / FINE; g++) round_group(values + g * FINE, codes + g * FINE, scales + g);
+INLINE void open_block(int kind, const uint8_t *block, Parts *to) {
+    int subtracts = FORMATS[kind].scale == PRODUCT && num_scales(kind) > 1; /* what is added here */
+    switch (kind) {
+        case Q5_K:
+        case Q4_K: open_with_least(kind, block, to); break;
+        case Q6_K: open_q6_k(block, to); break;
+        case Q3_K:
+        case Q2_K: open_pairs(kind, block, to); break;
+        case IQ4_XS: open_iq4_xs(block, to); break;
+        default: open_small(kind, block, to);
+    }
+    if (subtracts) to->halves[1][1] ^= 128;
+}
+
+INLINE float scale_of(int kind, const Parts *parts, int place, int g) {
+    uint16_t half;
+    memcpy(&half, parts->halves[place], 2);
+    float scale = FORMATS[kind].scale == BRAIN ? widen(half) : of_half(half);
+    return FORMATS[kind].scale == PRODUCT ? scale * (float)parts->factors[g][place] : scale;
+}
+
+/* Products of scales with whole numbers, and with codes, are exact (11 + 6 + 5 bits), so it does not matter whether the compiler
+ * joins them with the sum. */
+INLINE void decode_block(int kind, const uint8_t *block, float *wide, bf16 *out) {
+    Parts parts;
+    const int8_t *table = TABLES[FORMATS[kind].table];
+    int group = FORMATS[kind].group, numbers = scaled_inputs(kind);
+    open_block(kind, block, &parts);
+    for (int g = 0; g < numbers / group; g++) {
+        float scale = scale_of(kind, &parts, 0, g), least = num_scales(kind) > 1 ? scale_of(kind, &parts, 1, g) : 0;
+        for (int i = g * group; i < (g + 1) * group; i++) {
+            float code = (float)(FORMATS[kind].table ? table[parts.codes[i]] : parts.codes[i]);
+            float value = num_scales(kind) > 1 ? scale * code + least : scale * code;
+            if (wide)
+                wide[i] = value;
+            else
+                out[i] = narrow(value);
+        }
+    }
+}
+
+INLINE void take_block(int kind, const uint8_t *block, int8_t *codes, uint8_t *scales, int8_t *factors) {
+    Parts parts;
+    int numbers = scaled_inputs(kind), groups = numbers / FORMATS[kind].group;
+    open_block(kind, block, &parts);
+    memcpy(codes, parts.codes, numbers);
+    memcpy(scales, parts.halves, 2 * num_scales(kind));
+    if (FORMATS[kind].scale == PRODUCT)
+        for (int g = 0; g < groups; g++) memcpy(factors + g * num_scales(kind), parts.factors[g], num_scales(kind));
+}
+
+FOR_EACH_CPU static void decode_row(int64_t kind, const uint8_t *block, float *wide, bf16 *out) {
+#define DECODE(kind) decode_block(kind, block, wide, out)
+    BY_STORED(kind, DECODE)
+}
+
+FOR_EACH_CPU static void take_row(int64_t kind, const uint8_t *block, int8_t *codes, uint8_t *scales, int8_t *factors) {
+#define TAKE(kind) take_block(kind, block, codes, scales, factors)
+    BY_STORED(kind, TAKE)
 }
 
 /* The numbers of blocks in fp32 or in bf16; the other output is null. */
 void decode_blocks(int64_t kind, const uint8_t *blocks, int64_t count, float *wide, bf16 *out) {
-    int64_t numbers = NUMBERS[kind], bytes = BYTES[kind];
+    int64_t numbers = scaled_inputs((int)kind), bytes = BYTES[kind];
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
-        decode_block(kind, blocks + i * bytes, wide ? wide + i * numbers : 0, out ? out + i * numbers : 0);
+        decode_row(kind, blocks + i * bytes, wide ? wide + i * numbers : 0, out ? out + i * numbers : 0);
 }
 
-/* Codes and fp16 scales: a block's own if it has one scale for 32 numbers, else int8 to which its numbers are rounded. */
-void recode_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *codes, uint16_t *scales) {
-    int64_t numbers = NUMBERS[kind], bytes = BYTES[kind];
+/* Codes [count, 32 or 256], fp16 (bf16) scales [count, 1 or 2] with least values, and of PRODUCT factors [count, groups, 1 or 2]. */
+void take_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *codes, uint8_t *scales, int8_t *factors) {
+    int64_t numbers = scaled_inputs((int)kind), bytes = BYTES[kind], own = num_scales((int)kind);
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
-        recode_block(kind, blocks + i * bytes, codes + i * numbers, scales + i * numbers / FINE);
+        take_row(kind, blocks + i * bytes, codes + i * numbers, scales + i * 2 * own, factors + i * numbers / FORMATS[kind].group * own);
 }

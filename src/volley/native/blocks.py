@@ -1,55 +1,65 @@
-"""Blocks of GGUF files in C: decoded, or turned into codes. The references are the package ``gguf`` and its numbers rounded."""
+"""Blocks of GGUF files in C: decoded, or taken apart into codes. The reference is the package ``gguf``."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.native.codes import FINE, Codes, Weights
+from volley.native.formats import NUMBERS, STORED, Codes
 from volley.native.library import functions, is_built
 
-SIZES = {
-    "Q4_0": (32, 18),
-    "Q5_0": (32, 22),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
+BYTES = {
+    "Q8_0": 34,
+    "Q5_0": 22,
+    "Q4_0": 18,
+    "Q5_1": 24,
+    "Q4_1": 20,
+    "IQ4_NL": 18,
+    "MXFP4": 17,
+    "Q6_K": 210,
+    "Q5_K": 176,
+    "Q4_K": 144,
+    "Q3_K": 110,
+    "Q2_K": 84,
+    "IQ4_XS": 136,
 }
-"""Numbers and bytes of a block, of the types that C reads, by the numbers that it gives them."""
+"""Bytes of a block of 32 or 256 numbers, of the types that C reads."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reads(kind: str) -> bool:
     """Whether C reads blocks of a type."""
-    return is_built and kind in SIZES
+    return is_built and kind in STORED
 
 
 def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     """The numbers ``[..., in]`` of ``blocks [..., bytes]``, in one of :data:`DTYPES`."""
     assert dtype in DTYPES, f"nothing is decoded to {dtype}"
-    numbers = torch.empty(_shape(kind, blocks, 1), dtype=dtype)
+    numbers = torch.empty(*blocks.shape[:-1], _inputs(kind, blocks), dtype=dtype)
     places = (numbers.data_ptr(), None) if dtype == torch.float32 else (None, numbers.data_ptr())
     functions().decode_blocks(*_of(kind, blocks), *places)
     return numbers
 
 
-def recode(kind: str, blocks: NDArray[np.uint8], to: Weights) -> Codes:
-    """Codes ``[rows, in]`` of ``blocks [rows, bytes]``: their own; int8 of K types, which have no single scale for 32 numbers."""
-    codes = torch.empty(_shape(kind, blocks, 1), dtype=torch.int8)
-    scales = torch.empty(_shape(kind, blocks, FINE), dtype=torch.float16)
-    functions().recode_blocks(*_of(kind, blocks), codes.data_ptr(), scales.data_ptr())
-    return Codes(to, codes, scales)
+def take(kind: str, blocks: NDArray[np.uint8]) -> Codes:
+    """Codes ``[rows, in]`` of ``blocks [rows, bytes]``, and what they are multiplied with."""
+    of, rows, inputs = STORED[kind], len(blocks), _inputs(kind, blocks)
+    each = 1 + of.has_least
+    codes = torch.empty(rows, inputs, dtype=torch.int8)
+    scales = torch.empty(rows, inputs // of.scaled_inputs, each, dtype=of.scale)
+    factors = torch.empty(rows, inputs // of.group, each, dtype=torch.int8) if of.has_factors else None
+    places = (codes.data_ptr(), scales.data_ptr(), None if factors is None else factors.data_ptr())
+    functions().take_blocks(*_of(kind, blocks), *places)
+    return Codes(of, codes, scales[..., 0], scales[..., 1] if of.has_least else None, factors)
 
 
-def _shape(kind: str, blocks: NDArray[np.uint8], group: int) -> tuple[int, ...]:
-    """Of numbers in groups of so many."""
-    numbers, size = SIZES[kind]
+def _inputs(kind: str, blocks: NDArray[np.uint8]) -> int:
+    size = BYTES[kind]
     assert blocks.shape[-1] % size == 0, f"{blocks.shape[-1]} bytes are no blocks of {size}"
-    return (*blocks.shape[:-1], blocks.shape[-1] // size * numbers // group)
+    return int(blocks.shape[-1]) // size * STORED[kind].scaled_inputs
 
 
 def _of(kind: str, blocks: NDArray[np.uint8]) -> tuple[int, int, int]:
     """A type's number, and where how many of its blocks are."""
     assert blocks.flags.c_contiguous
-    return list(SIZES).index(kind), int(blocks.ctypes.data), blocks.nbytes // SIZES[kind][1]
+    return NUMBERS[kind], int(blocks.ctypes.data), blocks.nbytes // BYTES[kind]

@@ -8,8 +8,20 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from volley.native import GROUP, Product, ProductStruct, functions, input_room, pointer
-from volley.native.codes import FINE
+from volley.native import (
+    ACTIVATIONS,
+    GROUP,
+    Activation,
+    HeadsStruct,
+    Product,
+    ProductStruct,
+    Turns,
+    TurnsStruct,
+    functions,
+    input_room,
+    pointer,
+)
+from volley.native.formats import STORED
 
 
 class _Plan(Structure):
@@ -21,27 +33,30 @@ class _Plan(Structure):
 
 class _AttentionCall(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("queries", "keys", "values", "key_pool", "value_pool", "out")),
+        *((name, c_void_p) for name in ("queries", "keys", "values", "key_pool", "value_pool", "out", "sinks")),
         *((name, c_int64) for name in ("stride", "heads", "shared", "dim")),
-        ("scale", c_float),
+        *(("scale", c_float), ("cap", c_float)),
     )
 
 
-_NORMS = ("first_norm", "second_norm", "query_norm", "key_norm")
+_NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp", "query_norm", "key_norm", "sinks")
+"""Weights in fp32, any of which may be missing."""
+_PRODUCTS = ("project", "output", "gate_up", "down")
 
 
 class _Layer(Structure):
     _fields_ = (
         *((name, c_void_p) for name in (*_NORMS, "key_pool", "value_pool")),
-        ("plan", c_int64),
-        *((name, ProductStruct) for name in ("project", "output", "gate_up", "down")),
+        *(("plan", c_int64), ("turns", c_int64)),
+        *((name, ProductStruct) for name in _PRODUCTS),
     )
 
 
 class _Shape(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("hidden", "heads", "shared", "dim", "inner")),
-        *(("eps", c_float), ("scale", c_float)),
+        *((name, c_int64) for name in ("hidden", "inner", "activation")),
+        ("heads", HeadsStruct),
+        *((name, c_float) for name in ("scale", "cap", "residual")),
     )
 
 
@@ -71,15 +86,24 @@ class AttentionPlan:
         )
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, key_pool: Tensor, value_pool: Tensor, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_pool: Tensor,
+        value_pool: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store ``keys`` and ``values`` ``[T, shared, d]`` in the pools ``[slots, shared, d]``, then attend with ``queries
         [T, heads, d]``; the result has their shape. All three have one stride from token to token, and none within.
         """
         out = torch.empty(queries.shape, dtype=torch.bfloat16)
+        sinks = None if sinks is None else sinks.detach().float()
         call = _AttentionCall(
-            *map(pointer, (queries, keys, values, key_pool, value_pool, out)),
-            *(queries.stride(0), queries.shape[1], keys.shape[1], queries.shape[2], scale),
+            *map(pointer, (queries, keys, values, key_pool, value_pool, out, sinks)),
+            *(queries.stride(0), queries.shape[1], keys.shape[1], queries.shape[2], scale, softcap or 0.0),
         )
         functions().paged_attention(byref(call), byref(self.struct))
         return out
@@ -90,6 +114,8 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerShape:
+    """What layers that run in one call have in common."""
+
     hidden: int
     heads: int
     shared: int
@@ -99,6 +125,13 @@ class LayerShape:
     """Size of the gated activation."""
     eps: float
     scale: float
+    rounds: bool = True
+    """Norms round to bf16 before their weight, too."""
+    activation: Activation = "silu"
+    residual: float = 1.0
+    """Times the outputs of attention and MLP, before they are added to the states."""
+    softcap: float | None = None
+    """As :class:`AttentionOptions` has it."""
 
 
 P = TypeVar("P", bound=Callable[[Tensor], Tensor])
@@ -106,12 +139,18 @@ P = TypeVar("P", bound=Callable[[Tensor], Tensor])
 
 @dataclass(frozen=True)
 class LayerWeights(Generic[P]):
-    """Weights ``[H]`` or ``[d]`` of the norms, and the products: q, k and v; attention's output; gate and up; down."""
+    """Weights of the norms and the products of a layer: q, k and v; attention's output; gate and up; down."""
 
-    first_norm: Tensor
-    second_norm: Tensor
+    before_attention: Tensor | None
+    """``[H]``, as all norms before and behind a part of the layer."""
+    behind_attention: Tensor | None
+    before_mlp: Tensor | None
+    behind_mlp: Tensor | None
     query_norm: Tensor | None
+    """``[d]`` for each head or ``[heads · d]`` for all as one."""
     key_norm: Tensor | None
+    sinks: Tensor | None
+    """As :class:`AttentionOptions` has them."""
     project: P
     output: P
     gate_up: P
@@ -130,15 +169,26 @@ class LayerWeights(Generic[P]):
 class Decoder:
     """Layers of one shape that run one after another in one call."""
 
-    def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape) -> None:
+    def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape, turns: Sequence[int]) -> None:
+        """``turns``: which of a pass's rotary embeddings each layer has; -1: none."""
         self._layers, self._shape = tuple(layers), shape
         self._array = (_Layer * len(layers))()
-        for struct, layer in zip(self._array, layers, strict=True):
+        self._norms: list[Tensor] = []
+        for struct, layer, own in zip(self._array, layers, turns, strict=True):
+            struct.turns = own
             for name in _NORMS:
-                setattr(struct, name, pointer(getattr(layer, name)))
-            for name in ("project", "output", "gate_up", "down"):
+                if (weight := getattr(layer, name)) is not None:
+                    self._norms.append(weight.detach().float().contiguous())
+                    setattr(struct, name, self._norms[-1].data_ptr())
+            for name in _PRODUCTS:
                 setattr(struct, name, getattr(layer, name).struct)
-        self._struct = _Shape(shape.hidden, shape.heads, shape.shared, shape.dim, shape.inner, shape.eps, shape.scale)
+        of_queries = layers[0].query_norm
+        whole = of_queries is not None and len(of_queries) != shape.dim
+        self._struct = _Shape(
+            *(shape.hidden, shape.inner, ACTIVATIONS.index(shape.activation)),
+            HeadsStruct(shape.heads, shape.shared, shape.dim, whole, shape.rounds, shape.eps),
+            *(shape.scale, shape.softcap or 0.0, shape.residual),
+        )
         self._room: tuple[int, _Scratch, list[Tensor | None]] = (0, _Scratch(), [])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
@@ -148,17 +198,17 @@ class Decoder:
             struct.plan = plan
 
     def run(
-        self, states: Tensor, cos: Tensor, sin: Tensor, plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
+        self, states: Tensor, turns: Sequence[Turns], plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
     ) -> Tensor:
-        """States ``[T, H]``, contiguous, through all layers in place; ``cos`` and ``sin`` are ``[T, d]``.
+        """States ``[T, H]``, contiguous, through all layers in place.
 
         Returns the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
         """
         structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
+        of_turns = (TurnsStruct * len(turns))(*(own.struct for own in turns))
         features = states.new_empty(len(states), len(tapped) * states.shape[1])
         functions().run_layers(
-            *(self._array, len(self._layers), byref(self._struct), structs),
-            *(states.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(self._array, len(self._layers), byref(self._struct), structs, of_turns, states.data_ptr()),
             *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._scratch(len(states)))),
         )
         return features
@@ -169,6 +219,6 @@ class Decoder:
             widest = max(hidden, inner, heads)
             widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
             room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += input_room(tokens, -(-widest // GROUP) * GROUP, FINE)
+            room += input_room(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
             self._room = (tokens, _Scratch(*map(pointer, room)), room)
         return self._room[1]

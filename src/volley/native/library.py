@@ -13,22 +13,32 @@ from torch import Tensor
 
 class ProductStruct(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("kind", "inputs", "outputs", "group")),
-        *((name, c_void_p) for name in ("codes", "scales", "bias")),
+        *((name, c_int64) for name in ("kind", "inputs", "outputs", "stride")),
+        *((name, c_void_p) for name in ("codes", "scales", "bias", "next")),
     )
 
 
+class TurnsStruct(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("width", c_int64), ("rounds", c_int64))
+
+
+class HeadsStruct(Structure):
+    _fields_ = (*((name, c_int64) for name in ("queries", "keys", "dim", "whole", "rounds")), ("eps", c_float))
+
+
 _SIGNATURES: dict[str, list[object]] = {
-    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float],
+    "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64],
     "rms_norm_floats": [*[c_void_p] * 3, c_int64, c_int64, c_float],
     "add_norm_floats": [*[c_void_p] * 4, c_int64, c_int64, c_float],
     "norm_and_turn_floats": [*[c_void_p] * 6, *[c_int64] * 5, c_float],
     "gated_gelu_floats": [c_void_p, c_void_p, c_int64, c_int64],
-    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 4, *[c_int64] * 4, c_float],
-    "gated_silu": [c_void_p, c_void_p, c_int64, c_int64],
+    "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
+    "gated": [c_void_p, c_void_p, *[c_int64] * 3],
+    "cap": [c_void_p, c_int64, c_int64, c_float],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
+    "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
-    "recode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
+    "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
     "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
@@ -46,7 +56,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
-    "run_layers": [c_void_p, c_int64, *[c_void_p] * 7, c_int64, c_void_p],
+    "run_layers": [c_void_p, c_int64, *[c_void_p] * 6, c_int64, c_void_p],
 }
 
 

@@ -1,7 +1,8 @@
 /* Products of a few rows with weights that lie as the instructions read them: a pass over the weights at memory's speed.
  *
- * bf16 weights are summed in fp32, in one order for every number of rows. int8 and int4 weights meet inputs in int8, with a
- * scale for every 64 or 32 inputs of a row; sums within these are integers, so they are exact in any order.
+ * bf16 weights are summed in fp32, in one order for every number of rows. Codes meet inputs in int8, with a scale for every group
+ * of inputs of a row; sums within these are integers, so they are exact in any order. A group's least value meets the sum of its
+ * inputs, which is found once for all outputs.
  */
 #include "products.h"
 
@@ -20,8 +21,8 @@ static int64_t num_blocks(const Product *product) { return (product->outputs + B
 
 int has_tiles, has_dot;
 
-/* Rows up to which codes are multiplied without tiles, which want int4 opened first. */
-static int64_t most_direct(const Product *product) { return product->kind == INT4 ? 4 : 1; }
+/* Rows up to which codes are multiplied without tiles, which want codes of less than eight bits opened first. */
+static int64_t most_direct(const Product *product) { return FORMATS[product->kind].bits < 8 ? 4 : 1; }
 
 static int uses_tiles(const Product *product, int64_t rows) {
     return has_tiles && (product->kind == BF16 || rows > most_direct(product));
@@ -35,7 +36,7 @@ static int reads_rows(const Product *product, int64_t rows) {
 /* Numbers below it are zeros: 127 divided by them would be infinite. */
 static const float LEAST = 1e-30f;
 
-INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, int32_t *sum) {
+INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, void *sum) {
     int32_t magnitude = 0; /* as bits: what is not a number is above all numbers, so the scale becomes none either */
     for (int i = 0; i < size; i++) {
         int32_t bits = x[i] & 0x7fff;
@@ -51,7 +52,9 @@ INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes,
         total += code;
     }
     *scale = most / 127.0f;
-    *sum = -zero * total;
+    float scaled = (float)total * *scale;
+    total *= -zero;
+    memcpy(sum, zero ? (void *)&total : (void *)&scaled, 4);
 }
 
 /* Rows of the tile that begins at row ``first``. */
@@ -60,16 +63,18 @@ static int64_t in_tile(int64_t rows, int64_t first) { return rows - first < TILE
 /* Inputs [begin, end) of all rows in codes. ``in_units``: as dot products read them (prepare). */
 FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t stride, int64_t rows, int in_units, Prepared to,
                                   int64_t begin, int64_t end) {
-    int64_t inputs = product->inputs, group = product->group, groups = inputs / group;
-    int32_t zero = product->kind == INT4 ? 8 : 128;
+    int64_t inputs = product->inputs, group = FORMATS[product->kind].group, groups = inputs / group;
+    int32_t zero = FORMATS[product->kind].zero;
     for (int64_t row = 0; row < rows; row++) {
         int64_t first = row / TILE * TILE, count = in_units ? in_tile(rows, first) : 1;
         int8_t *own = to.values + (in_units ? first * inputs + (row - first) * UNIT : row * inputs);
         for (int64_t at = begin; at < end; at += group) {
             int8_t codes[GROUP];
             int64_t place = row * groups + at / group;
-            if (group == FINE)
-                quantise_group(x + row * stride + at, FINE, zero, codes, to.scales + place, to.sums + place);
+            if (group == 16)
+                quantise_group(x + row * stride + at, 16, zero, codes, to.scales + place, to.sums + place);
+            else if (group == 32)
+                quantise_group(x + row * stride + at, 32, zero, codes, to.scales + place, to.sums + place);
             else
                 quantise_group(x + row * stride + at, GROUP, zero, codes, to.scales + place, to.sums + place);
             for (int64_t i = 0; i < group; i += UNIT) memcpy(own + (at + i) * count, codes + i, UNIT);
@@ -206,106 +211,173 @@ DOT static void blocks_dot(const uint8_t *codes, const int8_t *x, int64_t inputs
 #undef RUN
 }
 
-/* One group of inputs, whose exact sums were found. */
-DOT INLINE __m512 add_group(__m512i found, __m512 sum, float of_row, __m512 of_outputs) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(found), _mm512_mul_ps(_mm512_set1_ps(of_row), of_outputs), sum);
+/* Bits of each byte from place ``from`` on, moved to ``to`` on. */
+DOT INLINE __m512i moved(__m512i bytes, int from, int to, int mask) {
+    __m512i there = from == to ? bytes : from > to ? _mm512_srli_epi16(bytes, from - to) : _mm512_slli_epi16(bytes, to - from);
+    return _mm512_and_si512(there, _mm512_set1_epi8((char)mask));
 }
 
-DOT static inline __attribute__((always_inline)) void unpack(const uint8_t *codes, int quad, __m512i *low, __m512i *high) {
-    __m512i both = _mm512_loadu_si512(codes + quad / 2 * 64), nibble = _mm512_set1_epi8(15);
-    *low = _mm512_and_si512(both, nibble);
-    *high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+/* The codes of quads ``quad`` and the next, of 16 outputs; see put_pack. */
+DOT INLINE void unpack(int kind, const uint8_t *pack, int quad, __m512i *one, __m512i *two) {
+    int bits = FORMATS[kind].bits, second = quad % 4 * 2;
+    if (bits == 8) {
+        *one = _mm512_loadu_si512(pack + quad * 64), *two = _mm512_loadu_si512(pack + quad * 64 + 64);
+        return;
+    }
+    __m512i low = _mm512_loadu_si512(pack + quad / (bits < 4 ? 4 : 2) * 64);
+    if (bits < 4)
+        *one = moved(low, second, 0, 3), *two = moved(low, second + 2, 0, 3);
+    else
+        *one = moved(low, 0, 0, 15), *two = moved(low, 4, 0, 15);
+    if (bits == 3 || bits == 5) {
+        __m512i high = _mm512_loadu_si512(pack + (bits - 1) * 64);
+        *one = _mm512_or_si512(*one, moved(high, quad, bits - 1, 1 << (bits - 1)));
+        *two = _mm512_or_si512(*two, moved(high, quad + 1, bits - 1, 1 << (bits - 1)));
+    }
+    if (bits == 6) {
+        __m512i high = _mm512_loadu_si512(pack + 256 + quad / 4 * 64);
+        *one = _mm512_or_si512(*one, moved(high, second, 4, 48)), *two = _mm512_or_si512(*two, moved(high, second + 2, 4, 48));
+    }
+    if (FORMATS[kind].table) {
+        __m128i own = _mm_loadu_si128((const __m128i *)TABLES[FORMATS[kind].table]);
+        __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(own), _mm512_set1_epi8(-128));
+        *one = _mm512_shuffle_epi8(table, *one), *two = _mm512_shuffle_epi8(table, *two);
+    }
 }
 
-/* Add one group of inputs to what is ``found``, for ``count`` rows of a tile of ``rows``. */
-DOT INLINE void group_dot(const uint8_t *codes, const int8_t *x, int64_t rows, int four, int group, int count, __m512i *found) {
-    for (int quad = 0; quad < group / 4; quad += 2) {
+/* Add one group of inputs to what is ``found``, for ``count`` rows of a tile of ``rows``; quads from ``first`` on of a pack. */
+DOT INLINE void group_dot(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t rows, int count, __m512i *found) {
+    _Pragma("GCC unroll 8") for (int quad = 0; quad < FORMATS[kind].group / 4; quad += 2) {
         __m512i one, two;
-        const uint8_t *place = codes + quad * (four ? 32 : 64);
-        _mm_prefetch((const char *)place + AHEAD, _MM_HINT_T0);
-        if (four)
-            unpack(codes, quad, &one, &two);
-        else {
-            one = _mm512_loadu_si512(place), two = _mm512_loadu_si512(place + 64);
-            _mm_prefetch((const char *)place + AHEAD + 64, _MM_HINT_T0);
-        }
+        unpack(kind, pack, first + quad, &one, &two);
         for (int r = 0; r < count; r++) {
-            int32_t first, second;
-            memcpy(&first, x + (quad * rows + r) * UNIT, UNIT);
-            memcpy(&second, x + ((quad + 1) * rows + r) * UNIT, UNIT);
-            found[r] = _mm512_dpbusd_epi32(found[r], one, _mm512_set1_epi32(first));
-            found[r] = _mm512_dpbusd_epi32(found[r], two, _mm512_set1_epi32(second));
+            int32_t of_one, of_two;
+            memcpy(&of_one, x + (quad * rows + r) * UNIT, UNIT);
+            memcpy(&of_two, x + ((quad + 1) * rows + r) * UNIT, UNIT);
+            found[r] = _mm512_dpbusd_epi32(found[r], one, _mm512_set1_epi32(of_one));
+            found[r] = _mm512_dpbusd_epi32(found[r], two, _mm512_set1_epi32(of_two));
         }
     }
 }
 
-/* The scales of a group's weights; int8 in groups of 64 has some for whole outputs instead (scale_outputs). */
-DOT static inline __attribute__((always_inline)) __m512 group_scales(const void *scales, int64_t g, int four, int group) {
-    if (group == FINE) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)scales + g * BLOCK)));
-    return four ? _mm512_loadu_ps((const float *)scales + g * BLOCK) : _mm512_set1_ps(1.0f);
+typedef struct { /* of a group, for 16 outputs */
+    __m512 scale, least;
+} Scales;
+
+DOT INLINE __m512 of_halves(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+DOT INLINE __m512 of_bytes(const uint8_t *at) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 
+/* INT8 has scales of whole outputs instead (scale_outputs). */
+DOT INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g) {
+    const uint8_t *own = scales_at(kind, scales, g), *factors = factors_at(kind, scales, g);
+    int more = num_scales(kind) > 1;
+    __m512 none = _mm512_setzero_ps();
+    switch (FORMATS[kind].scale) {
+        case HALF: return (Scales){of_halves(own), more ? of_halves(own + 32) : none};
+        case PRODUCT:
+            return (Scales){_mm512_mul_ps(of_halves(own), of_bytes(factors)),
+                            more ? _mm512_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        case BRAIN: {
+            __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)own));
+            return (Scales){_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), none};
+        }
+        case FLOAT: return (Scales){_mm512_loadu_ps(own), none};
+        default: return (Scales){_mm512_set1_ps(1.0f), none};
+    }
+}
+
+/* What the codes of a group's weights mean is (code - zero) times a scale: integer sums begin at -zero times the inputs. */
+DOT INLINE __m512i first_sums(int kind, Prepared x, int64_t place) {
+    return FORMATS[kind].zero ? _mm512_set1_epi32(x.sums[place]) : _mm512_setzero_si512();
+}
+
+/* Add a group whose exact sums were found. */
+DOT INLINE __m512 add_group(int kind, __m512i found, __m512 sum, Prepared x, int64_t place, Scales of_outputs) {
+    __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x.scales[place]), of_outputs.scale);
+    sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(found), scale, sum);
+    if (num_scales(kind) == 1) return sum;
+    float inputs;
+    memcpy(&inputs, x.sums + place, 4);
+    return _mm512_fmadd_ps(_mm512_set1_ps(inputs), of_outputs.least, sum);
+}
+
+/* Groups that are multiplied in one turn, so that a pack is whole. */
+INLINE int in_turn(int kind) { return FORMATS[kind].group < PACK ? PACK / FORMATS[kind].group : 1; }
+
 /* Sums of ``count`` rows, from ``row`` on, of a tile of ``rows`` whose inputs are x. */
-DOT INLINE void rows_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t rows, int64_t row,
-                           int four, int group, int count, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
+DOT INLINE void rows_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t rows,
+                           int64_t row, int count, float (*sums)[BLOCK]) {
+    int group = FORMATS[kind].group, turn = in_turn(kind), bytes = group * turn * 2 * FORMATS[kind].bits;
+    int64_t groups = inputs / group;
     __m512 own[8];
     for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i found[8]; /* what codes c of weights mean is (c - zero) times a scale, so sums begin at -zero times the inputs */
-        for (int r = 0; r < count; r++) found[r] = _mm512_set1_epi32(x.sums[(row + r) * groups + g]);
-        group_dot(codes + g * bytes, x.values + g * group * rows + row * UNIT, rows, four, group, count, found);
-        __m512 of_outputs = group_scales(scales, g, four, group);
-        for (int r = 0; r < count; r++) own[r] = add_group(found[r], own[r], x.scales[(row + r) * groups + g], of_outputs);
+    for (int64_t at = 0; at < groups; at += turn, codes += bytes) {
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + AHEAD + line, _MM_HINT_T0);
+        _Pragma("GCC unroll 2") for (int part = 0; part < turn; part++) {
+            int64_t g = at + part;
+            __m512i found[8];
+            for (int r = 0; r < count; r++) found[r] = first_sums(kind, x, (row + r) * groups + g);
+            group_dot(kind, codes, part * group / 4, x.values + g * group * rows + row * UNIT, rows, count, found);
+            Scales of_outputs = group_scales(kind, scales, g);
+            for (int r = 0; r < count; r++) own[r] = add_group(kind, found[r], own[r], x, (row + r) * groups + g, of_outputs);
+        }
     }
     for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[row + r], own[r]);
 }
 
-#define ROWS_CODES(count) case count: rows_codes(product, codes, scales, x, rows, row, four, group, count, sums); break;
-DOT INLINE void tile_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t rows, int four,
-                           int group, float (*sums)[BLOCK]) {
+#define ROWS_CODES(count) case count: rows_codes(kind, inputs, codes, scales, x, rows, row, count, sums); break;
+DOT INLINE void tile_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t rows,
+                           float (*sums)[BLOCK]) {
     for (int64_t row = 0; row < rows; row += 8)
         switch (rows - row) {
             ROWS_CODES(1) ROWS_CODES(2) ROWS_CODES(3) ROWS_CODES(4) ROWS_CODES(5) ROWS_CODES(6) ROWS_CODES(7)
-            default: rows_codes(product, codes, scales, x, rows, row, four, group, 8, sums);
+            default: rows_codes(kind, inputs, codes, scales, x, rows, row, 8, sums);
         }
 }
 #undef ROWS_CODES
 
-DOT static void block_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared prepared, int64_t row,
+DOT static void block_codes(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared prepared, int64_t row,
                             int64_t rows, float (*sums)[BLOCK]) {
-    int64_t groups = product->inputs / product->group;
-    Prepared x = {prepared.values + row * product->inputs, prepared.scales + row * groups, prepared.sums + row * groups};
-#define CODES(four, group) tile_codes(product, codes, scales, x, rows, four, group, sums)
-    BY_KIND(product, CODES)
+    int64_t inputs = product->inputs, groups = inputs / FORMATS[product->kind].group;
+    Prepared x = {prepared.values + row * inputs, prepared.scales + row * groups, prepared.sums + row * groups};
+#define CODES(kind) tile_codes(kind, inputs, codes, scales, x, rows, sums)
+    BY_KIND(product->kind, CODES)
 #undef CODES
 }
 
-/* int4 codes of a group of weights, a byte each, as tiles read them. */
-AMX static inline __attribute__((always_inline)) void open_group(const uint8_t *codes, int64_t group, uint8_t *opened) {
-    for (int quad = 0; quad < group / 4; quad += 2) {
-        __m512i low, high;
-        unpack(codes, quad, &low, &high);
-        _mm512_store_si512(opened + quad * 64, low), _mm512_store_si512(opened + quad * 64 + 64, high);
+/* Codes of group ``g`` of weights, a byte each, as tiles read them. */
+AMX INLINE void open_group(int kind, const uint8_t *codes, int64_t g, uint8_t *opened) {
+    int group = FORMATS[kind].group, turn = in_turn(kind), quads = group / 4;
+    const uint8_t *pack = codes + g / turn * turn * group * 2 * FORMATS[kind].bits;
+#define OPEN(first)                                                                                 \
+    _Pragma("GCC unroll 8") for (int quad = 0; quad < quads; quad += 2) {                           \
+        __m512i one, two;                                                                           \
+        unpack(kind, pack, (first) + quad, &one, &two);                                             \
+        _mm512_store_si512(opened + quad * 64, one), _mm512_store_si512(opened + quad * 64 + 64, two); \
     }
+    if (g % turn)
+        OPEN(quads)
+    else
+        OPEN(0)
+#undef OPEN
 }
 
 /* What tiles read and write is on the stack: each use of a thread's own memory would be a call, which spills all vectors. */
-AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row,
-                                int64_t rows, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / product->group, tiles = (rows + 15) / 16;
-    int four = product->kind == INT4, group = (int)product->group, bytes = four ? 8 * group : 16 * group;
-    int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
-    uint8_t opened[2][1024] __attribute__((aligned(64)));
+AMX INLINE void tiles_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row,
+                            int64_t rows, int32_t (*found)[BLOCK], uint8_t (*opened)[1024], float (*sums)[BLOCK]) {
+    int group = FORMATS[kind].group, bits = FORMATS[kind].bits, bytes = group * 2 * bits;
+    int64_t groups = inputs / group, tiles = (rows + 15) / 16;
     memset(sums, 0, rows * BLOCK * sizeof(float));
-    if (four) open_group(codes, group, opened[0]);
+    if (bits < 8) open_group(kind, codes, 0, opened[0]);
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *own = codes + g * bytes;
         const int8_t *inputs_of = x.values + row * inputs + g * group;
         PREFETCH(own, bytes)
-        if (four) {
-            if (g + 1 < groups) open_group(own + bytes, group, opened[(g + 1) & 1]); /* a turn early, or tiles would wait */
-            WRITTEN(opened);
+        if (bits < 8) {
+            if (g + 1 < groups) open_group(kind, codes, g + 1, opened[(g + 1) & 1]); /* a turn early, or tiles would wait */
+            __asm__ volatile("" ::: "memory");
             own = opened[g & 1];
         }
         _tile_loadd(6, own, 64);
@@ -319,14 +391,23 @@ AMX static void block_codes_amx(const Product *product, const uint8_t *codes, co
         if (tiles > 1) _tile_stored(1, found + 16, 64);
         if (tiles > 2) _tile_stored(2, found + 32, 64);
         if (tiles > 3) _tile_stored(3, found + 48, 64);
-        WRITTEN(found);
-        __m512 of_outputs = group_scales(scales, g, four, group);
+        __asm__ volatile("" ::: "memory");
+        Scales of_outputs = group_scales(kind, scales, g);
         for (int64_t r = 0; r < rows; r++) {
             int64_t place = (row + r) * groups + g;
-            __m512i exact = _mm512_add_epi32(_mm512_load_si512(found[r]), _mm512_set1_epi32(x.sums[place]));
-            _mm512_storeu_ps(sums[r], add_group(exact, _mm512_loadu_ps(sums[r]), x.scales[place], of_outputs));
+            __m512i exact = _mm512_add_epi32(_mm512_load_si512(found[r]), first_sums(kind, x, place));
+            _mm512_storeu_ps(sums[r], add_group(kind, exact, _mm512_loadu_ps(sums[r]), x, place, of_outputs));
         }
     }
+}
+
+AMX static void block_codes_amx(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row,
+                                int64_t rows, float (*sums)[BLOCK]) {
+    int32_t found[MOST][BLOCK] __attribute__((aligned(64)));
+    uint8_t opened[2][1024] __attribute__((aligned(64)));
+#define CODES(kind) tiles_codes(kind, product->inputs, codes, scales, x, row, rows, found, opened, sums)
+    BY_KIND(product->kind, CODES)
+#undef CODES
 }
 
 FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const float *scales) {
@@ -340,16 +421,17 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
     static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
     int tiles = uses_tiles(product, rows), dots = has_dot && !tiles, plain = product->kind == BF16;
     int64_t inputs = product->inputs, configured = 0, most = dots ? TILE : MOST, together = !plain || tiles || (dots && rows > TILE) ? 1 : TOGETHER;
-    int64_t bytes = inputs * BLOCK * 2 >> product->kind; /* of a block: 2, 1, 1/2 for each weight */
-    int64_t of_scales = product->group == FINE ? inputs / FINE * BLOCK * 2 : product->kind == INT4 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4;
+    int kind = (int)product->kind, by_output = FORMATS[kind].scale == OF_OUTPUT;
+    int64_t bytes = inputs * 2 * FORMATS[kind].bits; /* of a block */
+    int64_t of_scales = by_output ? BLOCK * 4 : inputs / scaled_inputs(kind) * scale_bytes(kind);
     for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
-        const void *scales = plain ? 0 : (const uint8_t *)product->scales + block * of_scales;
+        const uint8_t *scales = plain ? 0 : (const uint8_t *)product->scales + block * of_scales;
         blocks = end - block < together ? end - block : together;
         for (int64_t from = 0; from < rows; from += most) {
             int64_t count = rows - from < most ? rows - from : most;
             const bf16 *of_rows = x + from * stride;
-            if (tiles && count != configured) configure(configured = count, plain ? 64 : product->group);
+            if (tiles && count != configured) configure(configured = count, plain ? 64 : FORMATS[kind].group);
             if (plain && tiles)
                 block_amx(own, of_rows, stride, inputs, count, sums[0]);
             else if (plain && dots)
@@ -358,16 +440,17 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
                 blocks_avx2(own, of_rows, stride, inputs, blocks, count, sums);
             else
                 (tiles ? block_codes_amx : dots ? block_codes : block_codes_avx2)(product, own, scales, prepared, from, count, sums[0]);
-            if (product->kind == INT8 && product->group == GROUP) scale_outputs(sums[0], count, scales);
+            if (by_output) scale_outputs(sums[0], count, (const float *)scales);
             for (int64_t i = 0; i < blocks; i++)
                 for (int64_t r = 0; r < count; r++)
-                    finish(product, sums[i][r], out + (from + r) * product->outputs, add, block + i);
+                    finish(product, sums[i][r], out + (from + r) * product->stride, add, block + i);
         }
     }
     if (configured) release_tiles();
 }
 
-void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
+static void multiply_part(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out,
+                          int64_t add) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), blocks = num_blocks(product);
     if (!reads_rows(product, rows)) {
         int64_t inputs = product->inputs, parts = (inputs + GROUP - 1) / GROUP, end = parts * (thread + 1) / threads * GROUP;
@@ -376,6 +459,10 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared ro
     }
     multiply_blocks(product, x, stride, room, rows, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
 #pragma omp barrier
+}
+
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
+    for (; product; out += product->outputs, product = product->next) multiply_part(product, x, stride, room, rows, out, add);
 }
 
 /* Which kernels products and attention run on from now on, ``most`` or what this CPU has: 3 with tiles, which must be asked for

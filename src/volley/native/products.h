@@ -3,34 +3,96 @@
 
 #include "common.h"
 
-#define BLOCK 16 /* outputs whose weights lie together */
-#define GROUP 64 /* inputs that share a scale in int8 and int4 */
-#define FINE 32  /* the same of codes that come from blocks of a GGUF file */
+#define BLOCK 16  /* outputs whose weights lie together */
+#define GROUP 64  /* inputs that share a scale in INT8 and INT4 */
+#define PACK 32   /* inputs whose codes lie together */
+#define LARGE 256 /* inputs that share the fp16 scale of scales */
 
-enum { BF16, INT8, INT4 };
+/* Numbers, codes to which volley rounds, and those that GGUF files have. The order is that of FORMATS, and of native/formats.py. */
+enum { BF16, INT8, INT4, Q8_0, Q5_0, Q4_0, Q5_1, Q4_1, Q6_K, Q5_K, Q4_K, Q3_K, Q2_K, IQ4_NL, IQ4_XS, MXFP4 };
+enum { NONE, OF_OUTPUT, FLOAT, HALF, BRAIN, PRODUCT }; /* PRODUCT: fp16 for 256 inputs times a whole number for each group */
 
 typedef struct {
-    int64_t kind, inputs, outputs, group; /* group: GROUP or FINE */
-    const uint8_t *codes;                 /* [outputs / 16][inputs / 2 (4)][16][2 (4)] */
-    const void *scales;   /* GROUP: fp32, int8 [outputs], int4 [outputs / 16][inputs / 64][16]; FINE: fp16 [outputs / 16][inputs / 32][16] */
+    int bits, group; /* of a code; inputs that share a scale */
+    int zero;        /* the code of zero; where it is 0, groups have a least value, which is added to code times scale */
+    int scale, table;
+} Format;
+
+static const Format FORMATS[] = {
+    [BF16] = {16, GROUP, 0, NONE, 0},     [INT8] = {8, GROUP, 128, OF_OUTPUT, 0}, [INT4] = {4, GROUP, 8, FLOAT, 0},
+    [Q8_0] = {8, 32, 128, HALF, 0},       [Q5_0] = {5, 32, 16, HALF, 0},          [Q4_0] = {4, 32, 8, HALF, 0},
+    [Q5_1] = {5, 32, 0, HALF, 0},         [Q4_1] = {4, 32, 0, HALF, 0},           [Q6_K] = {6, 16, 32, PRODUCT, 0},
+    [Q5_K] = {5, 32, 0, PRODUCT, 0},      [Q4_K] = {4, 32, 0, PRODUCT, 0},        [Q3_K] = {3, 16, 4, PRODUCT, 0},
+    [Q2_K] = {2, 16, 0, PRODUCT, 0},      [IQ4_NL] = {4, 32, 128, HALF, 1},       [IQ4_XS] = {4, 32, 128, PRODUCT, 1},
+    [MXFP4] = {4, 32, 128, BRAIN, 2},
+};
+
+/* What the codes of a table mean. */
+static const int8_t TABLES[][16] = {
+    {0},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+};
+
+/* Scales, or scales and least values. */
+INLINE int num_scales(int kind) { return FORMATS[kind].zero ? 1 : 2; }
+
+/* Inputs whose scales lie together, and the bytes that these take for a block: first fp16 (bf16, fp32) numbers [1 or 2][16], then
+ * for PRODUCT whole numbers [groups][1 or 2][16] of a byte. */
+INLINE int scaled_inputs(int kind) { return FORMATS[kind].scale == PRODUCT ? LARGE : FORMATS[kind].group; }
+INLINE int scale_bytes(int kind) {
+    int direct = (FORMATS[kind].scale == FLOAT ? 4 : 2) * BLOCK * num_scales(kind);
+    return FORMATS[kind].scale == PRODUCT ? direct + LARGE / FORMATS[kind].group * BLOCK * num_scales(kind) : direct;
+}
+
+/* Where the scales of group ``g`` are, and where its whole numbers. */
+INLINE const uint8_t *scales_at(int kind, const uint8_t *scales, int64_t g) {
+    return scales + g * FORMATS[kind].group / scaled_inputs(kind) * scale_bytes(kind);
+}
+INLINE const uint8_t *factors_at(int kind, const uint8_t *scales, int64_t g) {
+    int groups = LARGE / FORMATS[kind].group, size = BLOCK * num_scales(kind);
+    return scales_at(kind, scales, g) + 2 * size + g % groups * size;
+}
+
+typedef struct Product {
+    int64_t kind, inputs, outputs, stride; /* stride: from row to row of the outputs */
+    const uint8_t *codes; /* BF16: [outputs / 16][inputs / 2][16][2]; codes: [outputs / 16][inputs / 32][bits][16][4] (put_pack) */
+    const void *scales;   /* INT8: fp32 [outputs]; else [outputs / 16][inputs / scaled_inputs][scale_bytes] */
     const bf16 *bias;     /* [outputs] or null */
+    const struct Product *next; /* with the outputs behind these, of the same inputs; or null */
 } Product;
 
 typedef struct { /* inputs of a product as its kernel reads them */
     int8_t *values; /* codes if the product is of codes, else bf16: [rows, inputs], or in units (prepare) */
     float *scales;  /* [rows, inputs / group], of codes */
-    int32_t *sums;  /* [rows, inputs / group] of codes, times -8 for int4 and -128 for int8: the codes of weights begin there */
+    int32_t *sums;  /* [rows, inputs / group] of codes, times -zero; of formats with least values times the scale, in fp32 */
 } Prepared;
 
 #define MOST 64     /* rows that share one look at a block */
 #define TOGETHER 16 /* blocks of bf16 that are summed in one call, and by AVX2 with inputs that are widened once */
 
-/* ``call(four, group)`` for a product of codes; ``four`` (int4) and ``group`` are constants. */
-#define BY_KIND(product, call)                                                                      \
-    if ((product)->group == FINE) {                                                                 \
-        (product)->kind == INT4 ? call(1, FINE) : call(0, FINE);                                    \
-    } else {                                                                                        \
-        (product)->kind == INT4 ? call(1, GROUP) : call(0, GROUP);                                  \
+/* ``call(kind)`` with a constant, of codes that GGUF files have; and of all. */
+#define BY_STORED(kind, call)                                                                       \
+    switch (kind) {                                                                                 \
+        case Q8_0: call(Q8_0); break;                                                               \
+        case Q5_0: call(Q5_0); break;                                                               \
+        case Q4_0: call(Q4_0); break;                                                               \
+        case Q5_1: call(Q5_1); break;                                                               \
+        case Q4_1: call(Q4_1); break;                                                               \
+        case Q6_K: call(Q6_K); break;                                                               \
+        case Q5_K: call(Q5_K); break;                                                               \
+        case Q4_K: call(Q4_K); break;                                                               \
+        case Q3_K: call(Q3_K); break;                                                               \
+        case Q2_K: call(Q2_K); break;                                                               \
+        case IQ4_NL: call(IQ4_NL); break;                                                           \
+        case IQ4_XS: call(IQ4_XS); break;                                                           \
+        case MXFP4: call(MXFP4); break;                                                             \
+    }
+#define BY_KIND(kind, call)                                                                         \
+    switch (kind) {                                                                                 \
+        case INT8: call(INT8); break;                                                               \
+        case INT4: call(INT4); break;                                                               \
+        default: BY_STORED(kind, call)                                                              \
     }
 
 /* A whole product, by all threads of the region it is called in: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs],
@@ -41,7 +103,7 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared ro
 /* Sums [rows][16] with AVX2: of several blocks of bf16 weights, and of a block of codes, of rows from ``row`` on. */
 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
                  float (*sums)[MOST][BLOCK]);
-void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
+void block_codes_avx2(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int64_t rows,
                       float (*sums)[BLOCK]);
 #endif
 

@@ -82,14 +82,35 @@ AVX2 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64
     }
 }
 
-/* Integer sums of one group of inputs, added to what is ``found``. Products of two signed bytes must not overflow 16 bits when two of
-   them are added, so a weight's sign goes to its input. */
-AVX2 INLINE void group_int8(const uint8_t *codes, const int8_t *x, int64_t inputs, int group, int count, __m256i (*found)[2]) {
-    __m256i zero = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
-    for (int quad = 0; quad < group / 4; quad++) {
+/* Bits of each byte from place ``from`` on, moved to ``to`` on. */
+AVX2 INLINE __m256i moved(__m256i bytes, int from, int to, int mask) {
+    __m256i there = from == to ? bytes : from > to ? _mm256_srli_epi16(bytes, from - to) : _mm256_slli_epi16(bytes, to - from);
+    return _mm256_and_si256(there, _mm256_set1_epi8((char)mask));
+}
+
+/* The codes of a quad, of eight of 16 outputs; see put_pack. */
+AVX2 INLINE __m256i unpack(int kind, const uint8_t *pack, int quad) {
+    int bits = FORMATS[kind].bits, second = quad % 4 * 2;
+#define LINE(place) _mm256_loadu_si256((const __m256i *)(pack + (place) * 64))
+    if (bits == 8) return LINE(quad);
+    __m256i codes = bits < 4 ? moved(LINE(quad / 4), second, 0, 3) : moved(LINE(quad / 2), quad % 2 * 4, 0, 15);
+    if (bits == 3 || bits == 5) codes = _mm256_or_si256(codes, moved(LINE(bits - 1), quad, bits - 1, 1 << (bits - 1)));
+    if (bits == 6) codes = _mm256_or_si256(codes, moved(LINE(4 + quad / 4), second, 4, 48));
+#undef LINE
+    return codes;
+}
+
+/* Integer sums of one group of inputs, added to what is ``found``, for codes with a sign. Products of two signed bytes must not
+   overflow 16 bits when two of them are added, so a weight's sign goes to its input. */
+AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t inputs, int count,
+                              __m256i (*found)[2]) {
+    __m256i ones = _mm256_set1_epi16(1);
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)TABLES[FORMATS[kind].table]));
+    _Pragma("GCC unroll 8") for (int quad = 0; quad < FORMATS[kind].group / 4; quad++) {
         __m256i weights[2], sizes[2];
         for (int h = 0; h < 2; h++) {
-            weights[h] = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(codes + quad * 64) + h), zero);
+            __m256i codes = unpack(kind, pack + h * 32, first + quad);
+            weights[h] = FORMATS[kind].table ? _mm256_shuffle_epi8(table, codes) : _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
             sizes[h] = _mm256_abs_epi8(weights[h]);
         }
         for (int r = 0; r < count; r++) {
@@ -102,24 +123,21 @@ AVX2 INLINE void group_int8(const uint8_t *codes, const int8_t *x, int64_t input
     }
 }
 
-/* The same for codes of four bits, 8 being zero: eight sums of two products of at most 15 * 127 fit in 16 bits. */
-AVX2 INLINE void group_int4(const uint8_t *codes, const int8_t *x, int64_t inputs, int group, int count, __m256i (*found)[2]) {
-    __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    for (int from = 0; from < group / 4; from += 8) {
+/* The same for codes from zero on: ``run`` sums of two products with inputs of at most 127 fit in 16 bits. */
+AVX2 INLINE void unsigned_group(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t inputs, int count,
+                                __m256i (*found)[2]) {
+    int quads = FORMATS[kind].group / 4, bits = FORMATS[kind].bits, most = bits == 6 ? 2 : bits == 5 ? 4 : 8;
+    int run = quads < most ? quads : most;
+    __m256i ones = _mm256_set1_epi16(1);
+    _Pragma("GCC unroll 4") for (int from = 0; from < quads; from += run) {
         __m256i sums[4][2];
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-        for (int quad = from; quad < from + 8; quad += 2) {
-            __m256i low[2], high[2];
-            for (int h = 0; h < 2; h++) {
-                __m256i both = _mm256_loadu_si256((const __m256i *)(codes + quad / 2 * 64) + h);
-                low[h] = _mm256_and_si256(both, nibble), high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-            }
+        _Pragma("GCC unroll 8") for (int quad = from; quad < from + run; quad++) {
+            __m256i weights[2];
+            for (int h = 0; h < 2; h++) weights[h] = unpack(kind, pack + h * 32, first + quad);
             for (int r = 0; r < count; r++) {
-                __m256i one = broadcast(x + r * inputs + quad * 4), two = broadcast(x + r * inputs + quad * 4 + 4);
-                for (int h = 0; h < 2; h++) {
-                    sums[r][h] = _mm256_add_epi16(sums[r][h], _mm256_maddubs_epi16(low[h], one));
-                    sums[r][h] = _mm256_add_epi16(sums[r][h], _mm256_maddubs_epi16(high[h], two));
-                }
+                __m256i four = broadcast(x + r * inputs + quad * 4);
+                for (int h = 0; h < 2; h++) sums[r][h] = _mm256_add_epi16(sums[r][h], _mm256_maddubs_epi16(weights[h], four));
             }
         }
         for (int r = 0; r < count; r++)
@@ -127,51 +145,82 @@ AVX2 INLINE void group_int4(const uint8_t *codes, const int8_t *x, int64_t input
     }
 }
 
-/* The scales of eight outputs in a group; int8 in groups of 64 has some for whole outputs instead. */
-AVX2 INLINE __m256 group_scales(const void *scales, int64_t at, int four, int group) {
-    if (group == FINE) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)scales + at)));
-    return four ? _mm256_loadu_ps((const float *)scales + at) : _mm256_set1_ps(1.0f);
+typedef struct { /* of a group, for eight outputs */
+    __m256 scale, least;
+} Scales;
+
+AVX2 INLINE __m256 of_halves(const uint8_t *at) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)); }
+AVX2 INLINE __m256 of_bytes(const uint8_t *at) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 
-AVX2 INLINE void few_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int four,
-                           int group, int count, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / group, bytes = four ? 8 * group : 16 * group;
+/* Of outputs from 8 * ``h`` on; INT8 has scales of whole outputs instead. */
+AVX2 INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g, int h) {
+    const uint8_t *own = scales_at(kind, scales, g) + 16 * h, *factors = factors_at(kind, scales, g) + 8 * h;
+    int more = num_scales(kind) > 1;
+    __m256 none = _mm256_setzero_ps();
+    switch (FORMATS[kind].scale) {
+        case HALF: return (Scales){of_halves(own), more ? of_halves(own + 32) : none};
+        case PRODUCT:
+            return (Scales){_mm256_mul_ps(of_halves(own), of_bytes(factors)),
+                            more ? _mm256_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        case BRAIN: {
+            __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)own));
+            return (Scales){_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), none};
+        }
+        case FLOAT: return (Scales){_mm256_loadu_ps((const float *)(own + 16 * h)), none};
+        default: return (Scales){_mm256_set1_ps(1.0f), none};
+    }
+}
+
+AVX2 INLINE void few_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int count,
+                           float (*sums)[BLOCK]) {
+    int group = FORMATS[kind].group, turn = group < PACK ? PACK / group : 1, bytes = group * turn * 2 * FORMATS[kind].bits;
+    int is_signed = FORMATS[kind].zero == 128;
+    int64_t groups = inputs / group;
     __m256 own[4][2];
     for (int r = 0; r < count; r++) own[r][0] = own[r][1] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *of_group = codes + g * bytes;
-        const int8_t *of_rows = x.values + row * inputs + g * group;
-        __m256i found[4][2];
-        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)of_group + AHEAD + line, _MM_HINT_T0);
-        for (int r = 0; r < count; r++)
-            found[r][0] = found[r][1] = _mm256_set1_epi32(four ? x.sums[(row + r) * groups + g] : 0);
-        if (four)
-            group_int4(of_group, of_rows, inputs, group, count, found);
-        else
-            group_int8(of_group, of_rows, inputs, group, count, found);
-        __m256 of_outputs[2];
-        for (int h = 0; h < 2; h++) of_outputs[h] = group_scales(scales, g * BLOCK + 8 * h, four, group);
-        for (int r = 0; r < count; r++) {
-            __m256 of_row = _mm256_set1_ps(x.scales[(row + r) * groups + g]);
-            for (int h = 0; h < 2; h++)
-                own[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(found[r][h]), _mm256_mul_ps(of_row, of_outputs[h]), own[r][h]);
+    for (int64_t at = 0; at < groups; at += turn, codes += bytes) {
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + AHEAD + line, _MM_HINT_T0);
+        _Pragma("GCC unroll 2") for (int part = 0; part < turn; part++) {
+            int64_t g = at + part;
+            const int8_t *of_rows = x.values + row * inputs + g * group;
+            __m256i found[4][2];
+            for (int r = 0; r < count; r++)
+                found[r][0] = found[r][1] =
+                    is_signed || !FORMATS[kind].zero ? _mm256_setzero_si256() : _mm256_set1_epi32(x.sums[(row + r) * groups + g]);
+            if (is_signed)
+                signed_group(kind, codes, part * group / 4, of_rows, inputs, count, found);
+            else
+                unsigned_group(kind, codes, part * group / 4, of_rows, inputs, count, found);
+            Scales of_outputs[2];
+            for (int h = 0; h < 2; h++) of_outputs[h] = group_scales(kind, scales, g, h);
+            for (int r = 0; r < count; r++) {
+                int64_t place = (row + r) * groups + g;
+                __m256 of_row = _mm256_set1_ps(x.scales[place]), of_inputs = _mm256_broadcast_ss((const float *)x.sums + place);
+                for (int h = 0; h < 2; h++) {
+                    __m256 scale = _mm256_mul_ps(of_row, of_outputs[h].scale);
+                    own[r][h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(found[r][h]), scale, own[r][h]);
+                    if (num_scales(kind) > 1) own[r][h] = _mm256_fmadd_ps(of_inputs, of_outputs[h].least, own[r][h]);
+                }
+            }
         }
     }
     for (int r = 0; r < count; r++)
         for (int h = 0; h < 2; h++) _mm256_storeu_ps(sums[r] + 8 * h, own[r][h]);
 }
 
-AVX2 INLINE void all_codes(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
-                           int four, int group, float (*sums)[BLOCK]) {
-#define ROWS(r, count) few_codes(product, codes, scales, x, row + (r), four, group, count, sums + (r))
+AVX2 INLINE void all_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row,
+                           int64_t rows, float (*sums)[BLOCK]) {
+#define ROWS(r, count) few_codes(kind, inputs, codes, scales, x, row + (r), count, sums + (r))
     BY_FOUR(rows, ROWS)
 #undef ROWS
 }
 
-AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const void *scales, Prepared x, int64_t row, int64_t rows,
+AVX2 void block_codes_avx2(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int64_t rows,
                            float (*sums)[BLOCK]) {
-#define CODES(four, group) all_codes(product, codes, scales, x, row, rows, four, group, sums)
-    BY_KIND(product, CODES)
+#define CODES(kind) all_codes(kind, product->inputs, codes, scales, x, row, rows, sums)
+    BY_KIND(product->kind, CODES)
 #undef CODES
 }
 #endif

@@ -19,30 +19,24 @@ INLINE int32_t largest(const float *values, int size) {
     return most;
 }
 
-INLINE float of_bits(int32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-/* Four codes at a time, of row ``row`` in a block; int8 begins at -128. */
-INLINE void put_int8(const int8_t *codes, int size, uint8_t *block, int64_t row) {
-    for (int quad = 0; quad < size / 4; quad++) {
-        uint32_t four;
-        memcpy(&four, codes + 4 * quad, 4);
-        four ^= 0x80808080;
-        memcpy(block + quad * 4 * BLOCK + row * 4, &four, 4);
+/* The codes of 32 inputs of row ``row`` in a block, [lines of 64 bytes][16][4], four at a time. Eight bits: a line for each quad of
+ * inputs. Fewer: lines with the low four bits (two, below four) of a quad beside those of the next ones; then lines with the
+ * third or fifth bits of all eight quads, or the two highest of six of four quads. */
+INLINE void put_pack(int64_t kind, const int8_t *codes, uint8_t *pack, int64_t row) {
+    int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
+    uint32_t quads[8], zero = (FORMATS[kind].table ? 0 : FORMATS[kind].zero) * 0x01010101u;
+    for (int quad = 0; quad < 8; quad++) {
+        memcpy(quads + quad, codes + 4 * quad, 4);
+        quads[quad] = (quads[quad] & ((1 << bits) - 1) * 0x01010101u) ^ zero; /* zero is half of the range */
     }
-}
-
-/* Eight codes at a time, the first four in the low halves of bytes; int4 begins at -8. */
-INLINE void put_int4(const int8_t *codes, int size, uint8_t *block, int64_t row) {
-    for (int pair = 0; pair < size / 8; pair++) {
-        uint32_t low, high;
-        memcpy(&low, codes + 8 * pair, 4);
-        memcpy(&high, codes + 8 * pair + 4, 4);
-        low = ((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4) ^ 0x88888888;
-        memcpy(block + pair * 4 * BLOCK + row * 4, &low, 4);
+    for (int part = 0; part < 2; part++) { /* low bits, high bits */
+        int size = part ? high : low, from = part ? low : 0;
+        uint32_t mask = ((1 << size) - 1) * 0x01010101u;
+        for (int quad = 0; size && quad < 8; line++) {
+            uint32_t together = 0;
+            for (int place = 0; place < 8; place += size, quad++) together |= (quads[quad] >> from & mask) << place;
+            memcpy(pack + line * 64 + row * 4, &together, 4);
+        }
     }
 }
 
@@ -127,7 +121,7 @@ INLINE void int4_block(const void *weight, int is_wide, int64_t rows, int64_t in
         for (int r = 0; r < BLOCK; r++) {
             for (int i = 0; i < GROUP; i++) own[i] = values[i * BLOCK + r];
             whole_numbers(own, codes);
-            put_int4(codes, GROUP, block + at * BLOCK / 2, r);
+            for (int i = 0; i < GROUP; i += PACK) put_pack(INT4, codes + i, block + (at + i) * 2 * 4, r);
         }
         for (int64_t r = 0; r < rows; r++) scales[(r * inputs + at) / GROUP] = isfinite(extremes[r]) ? best[r] : NAN;
     }
@@ -148,7 +142,7 @@ INLINE void int8_row(const void *weight, int is_wide, int64_t inputs, uint8_t *b
         load(weight, is_wide, at, values);
         for (int i = 0; i < GROUP; i++) values[i] = rintf(values[i] / *scale);
         whole_numbers(values, codes);
-        put_int8(codes, GROUP, block + at * BLOCK, row);
+        for (int i = 0; i < GROUP; i += PACK) put_pack(INT8, codes + i, block + (at + i) * 2 * 8, row);
     }
 }
 
@@ -171,17 +165,18 @@ FOR_EACH_CPU static void round_block(int64_t kind, const void *weight, int64_t i
             int8_row((const bf16 *)weight + r * inputs, 0, inputs, block, r, scales + r);
 }
 
+#define PUT(kind)                                                                                   \
+    for (int64_t r = 0; r < BLOCK; r++)                                                             \
+        for (int64_t at = 0; at < inputs; at += PACK)                                               \
+            put_pack(kind, r < rows ? codes + r * inputs + at : none, block + at * 2 * FORMATS[kind].bits, r)
+
 FOR_EACH_CPU static void put_block(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *block) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t at = 0; at < inputs; at += FINE)
-            if (kind == INT8)
-                put_int8(codes + r * inputs + at, FINE, block + at * BLOCK, r);
-            else
-                put_int4(codes + r * inputs + at, FINE, block + at * BLOCK / 2, r);
+    static const int8_t none[PACK];
+    BY_KIND(kind, PUT)
 }
 
 #define EACH_BLOCK(to_block)                                                                        \
-    int64_t bytes = inputs * BLOCK * 2 >> kind, blocks = (rows + BLOCK - 1) / BLOCK;                \
+    int64_t bytes = inputs * 2 * FORMATS[kind].bits, blocks = (rows + BLOCK - 1) / BLOCK;                \
     _Pragma("omp parallel for")                                                                     \
     for (int64_t i = 0; i < blocks; i++) {                                                          \
         uint8_t *block = out + i * bytes;                                                           \
@@ -201,4 +196,67 @@ void round_weight(int64_t kind, const void *weight, int64_t is_wide, int64_t row
 /* Codes [rows, inputs] to blocks. */
 void put_codes(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *out) {
     EACH_BLOCK(put_block(kind, codes + first * inputs, count, inputs, block))
+}
+
+/* The numbers of row ``row`` that put_pack laid out, zero being 0. */
+INLINE void take_pack(int kind, const uint8_t *pack, int64_t row, float *numbers) {
+    int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
+    const int8_t *table = TABLES[FORMATS[kind].table];
+    uint32_t quads[8] = {0};
+    for (int part = 0; part < 2; part++) {
+        int size = part ? high : low, from = part ? low : 0;
+        uint32_t mask = ((1 << size) - 1) * 0x01010101u, together;
+        for (int quad = 0; size && quad < 8; line++) {
+            memcpy(&together, pack + line * 64 + row * 4, 4);
+            for (int place = 0; place < 8; place += size, quad++) quads[quad] |= (together >> place & mask) << from;
+        }
+    }
+    for (int i = 0; i < PACK; i++) {
+        int code = quads[i / 4] >> i % 4 * 8 & 255;
+        numbers[i] = (float)(FORMATS[kind].table ? table[code] : code - FORMATS[kind].zero);
+    }
+}
+
+/* A scale of group ``g``, or (``place`` 1) its least value, of row ``row`` of a block. */
+INLINE float scale_of(int kind, const uint8_t *scales, int64_t g, int64_t row, int place) {
+    const uint8_t *own = scales_at(kind, scales, g) + place * 2 * BLOCK + row * 2;
+    float scale;
+    bf16 half;
+    if (FORMATS[kind].scale == FLOAT || FORMATS[kind].scale == OF_OUTPUT) {
+        memcpy(&scale, FORMATS[kind].scale == FLOAT ? own + row * 2 : scales + row * 4, 4);
+        return scale;
+    }
+    memcpy(&half, own, 2);
+    scale = FORMATS[kind].scale == BRAIN ? widen(half) : of_half(half);
+    return FORMATS[kind].scale == PRODUCT ? scale * (float)(int8_t)factors_at(kind, scales, g)[place * BLOCK + row] : scale;
+}
+
+INLINE void read_row(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, int64_t row, bf16 *out) {
+    int group = FORMATS[kind].group;
+    float numbers[PACK];
+    for (int64_t at = 0; at < inputs; at += PACK) {
+        take_pack(kind, codes + at * 2 * FORMATS[kind].bits, row, numbers);
+        for (int from = 0; from < PACK; from += group) {
+            float scale = scale_of(kind, scales, (at + from) / group, row, 0);
+            float least = num_scales(kind) > 1 ? scale_of(kind, scales, (at + from) / group, row, 1) : 0;
+            for (int i = from; i < from + group && i < PACK; i++)
+                out[at + i] = narrow(num_scales(kind) > 1 ? numbers[i] * scale + least : numbers[i] * scale);
+        }
+    }
+}
+
+/* Rows ``rows [count]`` of the weight of a product, to out [count, inputs]. */
+void read_rows(const Product *product, const int64_t *rows, int64_t count, bf16 *out) {
+    int64_t inputs = product->inputs, kind = product->kind, bytes = inputs * 2 * FORMATS[kind].bits;
+    int64_t of_scales = FORMATS[kind].scale == OF_OUTPUT ? BLOCK * 4 : inputs / scaled_inputs((int)kind) * scale_bytes((int)kind);
+#pragma omp parallel for if (count > 8)
+    for (int64_t r = 0; r < count; r++) {
+        const uint8_t *own = product->codes + rows[r] / BLOCK * bytes;
+        const uint8_t *scales = (const uint8_t *)product->scales + (kind == BF16 ? 0 : rows[r] / BLOCK * of_scales);
+        bf16 *to = out + r * inputs;
+        if (kind == BF16)
+            for (int64_t at = 0; at < inputs; at += 2) memcpy(to + at, own + at * BLOCK * 2 + rows[r] % BLOCK * 4, 4);
+#define READ(kind) read_row(kind, inputs, own, scales, rows[r] % BLOCK, to)
+        BY_KIND(kind, READ)
+    }
 }

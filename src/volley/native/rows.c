@@ -1,12 +1,12 @@
 /* What lies between the products of a decoder layer, row by row. A row's result depends on that row alone.
  *
- * Roundings to bf16 are where transformers has them: after the norm and after its weight, after each product of the rotary
- * embedding, after silu.
+ * Roundings to bf16 are where transformers has them: before and behind a norm's weight or behind it alone, after each product of
+ * the rotary embedding or behind their sum alone, after the activation.
  */
 #include "rows.h"
 
 
-FOR_EACH_CPU void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t size, float eps) {
+FOR_EACH_CPU void norm_row(const bf16 *x, const float *weight, bf16 *out, int64_t size, float eps, int64_t rounds) {
     float parts[16] = {0};
     int64_t whole = size / 16 * 16;
     for (int64_t i = 0; i < whole; i += 16)
@@ -18,7 +18,10 @@ FOR_EACH_CPU void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t
     for (int j = 0; j < 16; j++) sum += parts[j];
     for (int64_t i = whole; i < size; i++) sum += widen(x[i]) * widen(x[i]);
     float scale = 1.0f / sqrtf(sum / (float)size + eps);
-    for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(weight[i]) * rounded(widen(x[i]) * scale));
+    if (rounds)
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(weight[i] * rounded(widen(x[i]) * scale));
+    else
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(weight[i] * (widen(x[i]) * scale));
 }
 
 /* The same in fp32, where the weight may be null. */
@@ -42,37 +45,47 @@ FOR_EACH_CPU static void turn_floats(float *x, const float *cos, const float *si
     }
 }
 
-FOR_EACH_CPU static void turn_head(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t half) {
+FOR_EACH_CPU static void turn_head(bf16 *x, const float *cos, const float *sin, int64_t half, int64_t rounds) {
     for (int64_t i = 0; i < half; i++) {
         float low = widen(x[i]), high = widen(x[i + half]);
-        float first = rounded(low * widen(cos[i])) - rounded(high * widen(sin[i]));
-        float second = rounded(high * widen(cos[i + half])) + rounded(low * widen(sin[i + half]));
-        x[i] = narrow(first);
-        x[i + half] = narrow(second);
+        float first = low * cos[i], second = high * cos[i + half], of_high = high * sin[i], of_low = low * sin[i + half];
+        if (rounds) first = rounded(first), second = rounded(second), of_high = rounded(of_high), of_low = rounded(of_low);
+        x[i] = narrow(first - of_high);
+        x[i + half] = narrow(second + of_low);
     }
 }
 
-/* gelu(gate) * up with GELU's tanh written as a logistic function: x (1 + tanh u) / 2 = x / (1 + exp(-2 u)) */
+/* GELU with its tanh written as a logistic function: x (1 + tanh u) / 2 = x / (1 + exp(-2 u)) */
+INLINE float gelu(float x) { return x / (1.0f + exponential(-1.59576912f * (x + 0.044715f * x * x * x))); }
+INLINE float silu(float x) { return x / (1.0f + exponential(-x)); }
+
 FOR_EACH_CPU static void gelu_row(const float *gate, const float *up, float *out, int64_t size) {
-    for (int64_t i = 0; i < size; i++) {
-        float x = gate[i], twice = 1.59576912f * (x + 0.044715f * x * x * x);
-        out[i] = x / (1.0f + exponential(-twice)) * up[i];
-    }
+    for (int64_t i = 0; i < size; i++) out[i] = gelu(gate[i]) * up[i];
 }
 
-FOR_EACH_CPU void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size) {
-    for (int64_t i = 0; i < size; i++) {
-        float x = widen(gate[i]);
-        out[i] = narrow(rounded(x / (1.0f + exponential(-x))) * widen(up[i]));
-    }
+FOR_EACH_CPU void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation) {
+    if (activation == GELU)
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(rounded(gelu(widen(gate[i]))) * widen(up[i]));
+    else
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(rounded(silu(widen(gate[i]))) * widen(up[i]));
+}
+
+FOR_EACH_CPU void add_row(bf16 *x, const bf16 *update, float scale, int64_t size) {
+    for (int64_t i = 0; i < size; i++) x[i] = narrow(widen(x[i]) + rounded(widen(update[i]) * scale));
+}
+
+/* cap * tanh(x / cap), rounded after each step as transformers does. */
+FOR_EACH_CPU static void cap_row(bf16 *x, int64_t size, float cap) {
+    for (int64_t i = 0; i < size; i++) x[i] = narrow(rounded(tangent(rounded(widen(x[i]) / cap))) * cap);
 }
 
 #define FEW 65536 /* elements below which a second thread costs more than it takes over */
 
 /* x [rows, size] with so many elements from row to row; out [rows, size] */
-void rms_norm(const bf16 *x, int64_t stride, const bf16 *weight, bf16 *out, int64_t rows, int64_t size, float eps) {
+void rms_norm(const bf16 *x, int64_t stride, const float *weight, bf16 *out, int64_t rows, int64_t size, float eps,
+              int64_t rounds) {
 #pragma omp parallel for if (rows * size > FEW)
-    for (int64_t row = 0; row < rows; row++) norm_row(x + row * stride, weight, out + row * size, size, eps);
+    for (int64_t row = 0; row < rows; row++) norm_row(x + row * stride, weight, out + row * size, size, eps, rounds);
 }
 
 /* The same in fp32, of x [rows, size]; the weight may be null. */
@@ -109,29 +122,44 @@ void norm_and_turn_floats(const float *x, const float *of_queries, const float *
     }
 }
 
-void turn_row(bf16 *row, const bf16 *of_queries, const bf16 *of_keys, const bf16 *cos, const bf16 *sin, int64_t queries,
-              int64_t keys, int64_t dim, float eps) {
-    for (int64_t head = 0; head < queries + keys; head++) {
-        bf16 *own = row + head * dim;
-        const bf16 *weight = head < queries ? of_queries : of_keys;
-        if (weight) norm_row(own, weight, own, dim, eps);
-        turn_head(own, cos, sin, dim / 2);
-    }
+/* Norm of several heads, of each by itself or of all as one. */
+static void norm_heads(bf16 *x, const float *weight, int64_t heads, const Heads *of) {
+    int64_t size = of->whole ? heads * of->dim : of->dim, count = of->whole ? 1 : heads;
+    for (int64_t i = 0; weight && i < count; i++) norm_row(x + i * size, weight, x + i * size, size, of->eps, of->rounds);
 }
 
-/* In place: the first ``queries`` heads of x [rows, stride] normed by one weight, the ``keys`` heads behind them by another
- * (null: not normed), all of them turned by cos and sin [rows, dim]. */
-void norm_and_turn(bf16 *x, int64_t stride, const bf16 *of_queries, const bf16 *of_keys, const bf16 *cos, const bf16 *sin,
-                   int64_t rows, int64_t queries, int64_t keys, int64_t dim, float eps) {
-#pragma omp parallel for if (rows * (queries + keys) * dim > FEW)
-    for (int64_t row = 0; row < rows; row++)
-        turn_row(x + row * stride, of_queries, of_keys, cos + row * dim, sin + row * dim, queries, keys, dim, eps);
+void turn_row(bf16 *row, const float *of_queries, const float *of_keys, const Turns *turns, int64_t token, const Heads *of) {
+    norm_heads(row, of_queries, of->queries, of);
+    norm_heads(row + of->queries * of->dim, of_keys, of->keys, of);
+    if (!turns) return;
+    const float *cos = turns->cos + token * turns->width, *sin = turns->sin + token * turns->width;
+    for (int64_t head = 0; head < of->queries + of->keys; head++)
+        turn_head(row + head * of->dim, cos, sin, turns->width / 2, turns->rounds);
 }
 
-/* silu(gate) * up of x [rows, gate | up] -> out [rows, size] */
-void gated_silu(const bf16 *x, bf16 *out, int64_t rows, int64_t size) {
+/* In place: the queries of x [rows, stride] normed by one weight, the keys behind them by another (null: not normed), all of them
+ * turned (null: not turned). */
+void norm_and_turn(bf16 *x, int64_t stride, const float *of_queries, const float *of_keys, const Turns *turns, int64_t rows,
+                   const Heads *of) {
+#pragma omp parallel for if (rows * (of->queries + of->keys) * of->dim > FEW)
+    for (int64_t row = 0; row < rows; row++) turn_row(x + row * stride, of_queries, of_keys, turns, row, of);
+}
+
+/* activation(gate) * up of x [rows, gate | up] -> out [rows, size] */
+void gated(const bf16 *x, bf16 *out, int64_t rows, int64_t size, int64_t activation) {
 #pragma omp parallel for if (rows * size > FEW / 4)
-    for (int64_t row = 0; row < rows; row++) gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size);
+    for (int64_t row = 0; row < rows; row++)
+        gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size, activation);
+}
+
+/* x [rows, size] in place */
+void cap(bf16 *x, int64_t rows, int64_t size, float most) {
+    int64_t parts = (size + FEW - 1) / FEW;
+#pragma omp parallel for if (rows * size > FEW / 4)
+    for (int64_t part = 0; part < rows * parts; part++) {
+        int64_t from = part % parts * FEW;
+        cap_row(x + part / parts * size + from, size - from < FEW ? size - from : FEW, most);
+    }
 }
 
 /* gelu(gate) * up of x [rows, gate | up] in fp32 -> out [rows, size] */

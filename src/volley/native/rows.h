@@ -3,13 +3,31 @@
 
 #include "common.h"
 
-void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t size, float eps);
+enum { SILU, GELU };
 
-/* Norm (by weights that may be null) and rotary embedding of the query heads and key heads of one token, in place. */
-void turn_row(bf16 *row, const bf16 *of_queries, const bf16 *of_keys, const bf16 *cos, const bf16 *sin, int64_t queries,
-              int64_t keys, int64_t dim, float eps);
+typedef struct { /* of a rotary embedding */
+    const float *cos, *sin; /* [tokens, width] */
+    int64_t width;          /* numbers at the beginning of each head that are turned */
+    int64_t rounds;         /* each product is rounded to bf16 */
+} Turns;
 
-/* silu(gate) * up of ``size`` elements */
-void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size);
+typedef struct { /* of queries and keys */
+    int64_t queries, keys, dim;
+    int64_t whole;  /* all heads are normed as one */
+    int64_t rounds; /* as norm_row has it */
+    float eps;
+} Heads;
+
+/* x / rms(x) * weight; ``rounds``: to bf16 before the weight, too. */
+void norm_row(const bf16 *x, const float *weight, bf16 *out, int64_t size, float eps, int64_t rounds);
+
+/* Norm (by weights that may be null) and rotary embedding (which may be null) of queries and keys of one token, in place. */
+void turn_row(bf16 *row, const float *of_queries, const float *of_keys, const Turns *turns, int64_t token, const Heads *of);
+
+/* activation(gate) * up of ``size`` elements */
+void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation);
+
+/* x + update * scale, in place */
+void add_row(bf16 *x, const bf16 *update, float scale, int64_t size);
 
 #endif

@@ -95,7 +95,8 @@ class Policy(ABC):
             raise ConfigError(f"block_size {size} cannot be used; it is 1 (plain decoding) or more, with a drafter")
         if size > largest:
             raise ConfigError(
-                f"block_size {size} is beyond the {largest} the drafter was trained for; give that or less"
+                f"block_size {size} is beyond the {largest} that this engine drafts at most; give that or less, or make "
+                f"the engine with block_size={size}"
             )
         self.block_size, self.costs = size, costs
 

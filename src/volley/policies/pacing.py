@@ -28,7 +28,7 @@ def conclude(work: Work[Any], cycle: Cycle) -> None:
     """Fill in the outcome of a cycle from the verdict of its work."""
     proposal, verdict = work.proposal, work.verdict
     cycle.confidence = cycle.confidence or proposal.confidence  # that of a late draft was not known before
-    cycle.verified, cycle.accepted = len(proposal.token_ids), verdict.accepted
+    cycle.verified, cycle.accepted = len(proposal.token_ids), max(0, verdict.accepted)
     if proposal.parents is None:
         cycle.right = [place < verdict.accepted for place in range(cycle.verified)]
     else:

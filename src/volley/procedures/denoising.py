@@ -196,16 +196,27 @@ class Denoising(Procedure):
             request = work.request
             if work.ask.size:
                 request.stats.denoising_steps += 1
-                self._finish(work)
+                work.is_broken = request.canvas is None
+                if not work.is_broken:
+                    self._finish(work)
             else:
                 request.stats.commit_passes += work.kind is Kind.COMMIT
                 if len(rows := logits[work.rows]):
-                    self._predict_first(request, rows.float())
+                    work.is_broken = not are_finite([rows])[0]
+                    if not work.is_broken:
+                        self._predict_first(request, rows.float())
 
     def denoise(self, canvases: Sequence[tuple[Request, Tensor]]) -> None:
-        """Apply one pass to the canvases of requests, whose logits are ``[L, V]``."""
+        """Apply one pass to the canvases of requests, whose logits are ``[L, V]``.
+
+        A canvas is dropped if its logits are not finite.
+        """
         for some in grouped(canvases, lambda own: own[1]):
-            self._denoise_together([request for request, _ in some], [rows.float() for _, rows in some])
+            finite = list(zip(some, are_finite([rows for _, rows in some]), strict=True))
+            for (request, _), is_finite in finite:
+                request.canvas = request.canvas if is_finite else None
+            if whole := [own for own, is_finite in finite if is_finite]:
+                self._denoise_together([request for request, _ in whole], [rows.float() for _, rows in whole])
 
     def _denoise_together(self, requests: list[Request], rows: list[Tensor]) -> None:
         looks: dict[Denoiser, list[tuple[Request, Tensor, Look]]] = {}
@@ -264,6 +275,12 @@ class Denoising(Procedure):
         stops = (slot for slot, token in enumerate(needed, 1) if token in request.stop_token_ids)
         end = known + next(stops, len(needed))
         return end if bool(canvas.revealed[:end].all()) else 0
+
+
+def are_finite(each: Sequence[Tensor]) -> list[bool]:
+    """Whether every row of logits ``[L, V]`` has a finite maximum. That of a row with a NaN is NaN."""
+    found: list[bool] = torch.stack([logits.amax(dim=-1).isfinite().all() for logits in each]).tolist()
+    return found
 
 
 def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:

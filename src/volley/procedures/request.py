@@ -12,7 +12,9 @@ from volley.decode.detokenize import Detokenizer
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise
+from volley.decode.stops import StopFinder
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
+from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
 from volley.models.drafters.adapter import Adapter
@@ -110,6 +112,8 @@ class Request:
     procedure: Procedure
     room: int
     """Slots of the pool, all of which it may have for a while."""
+    stops: StopFinder = field(default_factory=lambda: StopFinder((), {}))
+    """Looks for its stop strings."""
     rules: tuple[TokenRule, ...] = ()
     """What changes its logits: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
@@ -118,6 +122,8 @@ class Request:
     """Whether the drafter does not keep up with the text: nothing will be drafted, or nothing that shares its pages."""
     drafts_from: int = 0
     """The length at which drafts begin again after a rest."""
+    plain_at: int = -1
+    """The length at which the next token is computed without a draft, which may have spoilt the pass before."""
     adapter: Adapter | None = None
     """The adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""
@@ -149,6 +155,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """What was raised while its tokens or its text were taken."""
+    failure: NonFiniteError | None = None
+    """Why it ended with ``finish_reason`` "error"."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
     unwritten: list[tuple[int, bool]] = field(default_factory=list)
@@ -232,6 +240,14 @@ class Request:
                 break
         return taken
 
+    def fail(self) -> None:
+        """End it, because the target computes no finite numbers for the next token."""
+        self.finish_reason = "error"
+        self.failure = NonFiniteError(
+            f"the target's logits behind {self.length} tokens are not finite (NaN or infinite), so the request ended; look "
+            "for NaN in the weights of the tokens that it uses, or load the target in another dtype, such as float32"
+        )
+
     def write(self) -> None:
         """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
         has_stop = bool(self.params.stop)
@@ -245,8 +261,8 @@ class Request:
                 self.text += self.detokenizer.flush()
             else:
                 self.text += self.detokenizer.push(token, last=is_last)
-            if has_stop:
-                self._cut_at_stop_string(known)
+            if has_stop and (end := self.stops.find(self.text, known, token)) is not None:
+                self.text, self.finish_reason = self.text[:end], "stop"
             self._emit(token, from_draft=from_draft)
             del self.unwritten[0]
 
@@ -260,23 +276,9 @@ class Request:
             self.text += self.detokenizer.push_all(tokens, last=is_last)
         self.unwritten.clear()
 
-    def _cut_at_stop_string(self, known: int) -> None:
-        """Without those that end in the first ``known`` characters, where none was."""
-        places = ((stop, max(0, known - len(stop) + 1)) for stop in self.params.stop)
-        found = [index for stop, first in places if (index := self.text.find(stop, first)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.finish_reason = "stop"
-
     def _emit(self, token: int, *, from_draft: bool) -> None:
         """Release text, but hold back an end that may be the beginning of a stop string."""
-        ready = len(self.text)
-        if self.finish_reason is None:
-            for stop in self.params.stop:
-                at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
-                while at >= 0 and not stop.startswith(self.text[at:]):
-                    at = self.text.find(stop[0], at + 1)
-                ready = ready if at < 0 else min(ready, at)
+        ready = self.stops.ready(self.text) if self.finish_reason is None else len(self.text)
         piece = self.text[self.emitted_text : ready]
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))
@@ -324,4 +326,5 @@ class Request:
             top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs if self.params.prompt_logprobs else None,
+            error=None if self.failure is None else str(self.failure),
         )

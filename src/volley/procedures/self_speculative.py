@@ -74,9 +74,12 @@ class SelfSpeculative(Denoising):
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
         size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
         rule, canvas = coupled_rule(request), request.canvas
-        if canvas is not None and canvas.start != request.computed:  # the draft before it was not verified
-            canvas = None
-        if canvas is None and size > 0:
+        is_plain = request.length == request.plain_at
+        if is_plain or (
+            canvas is not None and canvas.start != request.computed
+        ):  # the draft before it was not verified
+            canvas = request.canvas = None
+        if canvas is None and size > 0 and not is_plain:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
         if canvas is None:
             return Work(request, Ask(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
@@ -167,8 +170,10 @@ class SelfSpeculative(Denoising):
         self.denoise(canvases)
         for request, _ in canvases:
             request.stats.denoising_steps += 1
-            assert request.canvas is not None
-            request.canvas.done |= request.canvas.step == request.canvas.max_steps
+            if request.canvas is None:  # a draft decides nothing: the next token is computed without one
+                request.plain_at = max(request.plain_at, request.length)
+            else:
+                request.canvas.done |= request.canvas.step == request.canvas.max_steps
         for work in verified:
             self._put_anchor(work)
             self._learn(work)

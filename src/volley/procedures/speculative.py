@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from volley.decode.canvas import grouped
 from volley.decode.late import Reading, draft_tokens
 from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints, paths_of
 from volley.decode.sampling import (
+    NO_TOKEN,
     Numbers,
     PositionNoise,
     Purpose,
     Scores,
     draw,
     exponentials,
+    if_finite,
     likeliest,
     logprobs_of,
     race,
@@ -55,7 +58,7 @@ class Speculative(Procedure):
         further.
         """
         limit = max(0, min(largest, request.remaining) - 1)
-        if request.rests or request.length < request.drafts_from:
+        if request.rests or request.length < request.drafts_from or request.length == request.plain_at:
             limit = 0
         params, chain_limit, rule = request.params, limit, Rule.GREEDY
         if params.temperature > 0:
@@ -87,14 +90,19 @@ class Speculative(Procedure):
         return Segment(segment.table, segment.start, segment.length + canvas, groups=(1,) * segment.length + (canvas,))
 
     def num_rows(self, work: Work[Request]) -> int:
-        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before.
+        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before it.
 
         A prompt whose log-probabilities are asked for needs the rows of all its tokens besides.
         """
         return max(_num_choosing(work), _num_scored(work))
 
     def absorb(self, works: Works, logits: Tensor) -> None:
-        """The host waits for the device once, and once more for log-probabilities of tokens that it chose in this pass."""
+        """The host waits for the device once, and once more for log-probabilities of tokens that it chose in this pass.
+
+        A row that is not finite may be spoilt by a draft or a canvas in the same pass: attention gives what a token does not see
+        a weight of 0, and 0 · NaN is NaN. So the tokens before are kept, and the next one is computed anew without a draft. If
+        that row is not finite either, the work is broken.
+        """
         reading = Reading()
         reading.add_drafts(works)
         for work in works:
@@ -114,6 +122,8 @@ class Speculative(Procedure):
             for part in [members] if judge is _judge_greedy else _parts(members, logits):
                 judge(part, chosen_by, reading)
         reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
+        for work in works:
+            _end_at_broken_row(work)
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
     def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
@@ -138,10 +148,9 @@ def _parts(works: Works, logits: Tensor) -> Iterable[Works]:
 
 
 def _num_choosing(work: Work[Request]) -> int:
-    """How many of a work's last rows choose tokens."""
-    request = work.request
-    emits = request.computed + work.num_known == request.length and request.remaining > 0
-    return 1 + len(work.proposal.token_ids) if emits else 0
+    """How many of a work's last rows choose tokens. A prompt that is only read has one, which tells whether it is finite."""
+    is_last = work.request.computed + work.num_known == work.request.length
+    return 1 + len(work.proposal.token_ids) if is_last else 0
 
 
 def _num_scored(work: Work[Request]) -> int:
@@ -162,16 +171,32 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int, reading:
         tokens = following[at : at + _SLICE]
         rows = logits[work.rows.start + at :][: len(tokens)]
         scores = scores_of(rows, tokens, request.params.prompt_logprobs or 0)
-        reading.add_doubles(scores, partial(_take_scores, request, len(tokens)))
+        reading.add_doubles(scores, partial(_take_scores, work, len(tokens)))
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
 
 
-def _take_scores(request: Request, num_tokens: int, values: list[float]) -> None:
-    found = Scores.read(values, num_tokens)
+def _take_scores(work: Work[Request], num_tokens: int, values: list[float]) -> None:
+    request, found = work.request, Scores.read(values, num_tokens)
+    work.is_broken |= any(map(isnan, found.logprobs))
     request.prompt_logprobs += found.logprobs
     request.prompt_ranks += found.ranks
     if request.params.prompt_logprobs:
         request.prompt_top_logprobs += found.likeliest
+
+
+def _end_at_broken_row(work: Work[Request]) -> None:
+    """Leave out the choice of a row that is not finite, and what the pass may have spoilt before it."""
+    request, verdict = work.request, work.verdict
+    if verdict.token_ids[-1:] == [NO_TOKEN]:
+        work.is_cut = True
+        if work.proposal.token_ids or work.riding:
+            path = verdict.path[:-1] if verdict.path else None
+            work.verdict = Verdict(verdict.accepted - 1, verdict.token_ids[:-1], path)
+            request.plain_at = request.length + len(work.verdict.token_ids)
+        else:
+            work.is_broken = True
+    if work.is_broken or request.remaining == 0:
+        work.verdict = Verdict(0, [])
 
 
 def _rows(works: Works, logits: Tensor) -> list[Tensor]:
@@ -191,14 +216,19 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
     together = [own for work, own in zip(works, rows, strict=True) if not work.request.rules]
     if together:
         is_all = sum(map(len, together)) == len(logits)
-        _await_choices(unruled, likeliest(logits if is_all else torch.cat(together)), reading)
+        _await_choices(unruled, _best(logits if is_all else torch.cat(together)), reading)
     for work, own in zip(works, rows, strict=True):
         bound = constraints(work.request.rules)
         if bound and own.device.type != "cpu":  # where one look at all tokens costs less than a second reading
-            chosen = likeliest(apply_rules(bound, own, paths_of(work.proposal)))
+            chosen = _best(apply_rules(bound, own, paths_of(work.proposal)), logits[work.rows])
             reading.add(chosen, partial(_keep_choices, work))
         elif work.request.rules:
-            reading.add(likeliest(own), partial(_keep_allowed, work, own))
+            reading.add(_best(own, logits[work.rows]), partial(_keep_allowed, work, own))
+
+
+def _best(logits: Tensor, raw: Tensor | None = None) -> Tensor:
+    """The likeliest token ``[R]`` of each row; ``raw`` are the logits before rules changed them."""
+    return if_finite(likeliest(logits), logits, raw)
 
 
 def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None:
@@ -210,7 +240,8 @@ def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None
     paths = paths_of(proposal)
 
     def choose(node: int, _: int) -> int:
-        return allowed_choice(bound, rows[node], choices[node], paths[node])
+        best = choices[node]
+        return best if best == NO_TOKEN else allowed_choice(bound, rows[node], best, paths[node])
 
     parents = range(len(proposal.token_ids)) if proposal.parents is None else proposal.parents
     verdict = verify_tree(choose, proposal.token_ids, parents)
@@ -226,12 +257,14 @@ def _match(works: Works, logits: Tensor, reading: Reading) -> None:
         works = [work for work in works if work.proposal.parents is None]
     if works:
         probs, places = _probs(works, logits), _places(works)
-        _await_choices(works, race(probs, exponentials(places, probs.shape[-1], probs.device)), reading)
+        chosen = race(probs, exponentials(places, probs.shape[-1], probs.device))
+        _await_choices(works, if_finite(chosen, probs), reading)
 
 
 def _compare(works: Works, logits: Tensor, reading: Reading) -> None:
     """Draw the target's own tokens and keep what agrees; a draft knows nothing of the noise, and one uniform is cheaper."""
-    _await_choices(works, draw(_probs(works, logits), _uniforms(works)), reading)
+    probs = _probs(works, logits)
+    _await_choices(works, if_finite(draw(probs, _uniforms(works)), probs), reading)
 
 
 def _await_choices(works: Works, chosen: Tensor, reading: Reading) -> None:
@@ -264,7 +297,7 @@ def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
     draft, drafted = draft_tokens(works, probs.device), works[0].proposal.drafted
     judged = verify_speculative(probs, torch.cat(drawn_from), draft, sizes, accepting, drafted)
     of_rows = upload(np.array(_uniforms(works)), probs.device)
-    bonus = draw(judged.weights, of_rows.index_select(0, judged.rows))
+    bonus = if_finite(draw(judged.weights, of_rows.index_select(0, judged.rows)), judged.weights)
     start = reading.add(torch.cat([judged.kept, bonus]), partial(_keep_first, works))
     for place, work in enumerate(works, start):
         work.kept, work.choices = place, place + len(works)
@@ -308,7 +341,7 @@ def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
     def choose(node: int, depth: int) -> int:
         probs = allowed_probs(bound, rows[node : node + 1], [paths[node]], request.params)
         noise = request.noise.exponentials([request.length + depth], probs.shape[-1], probs.device)
-        return int(race(probs, noise))
+        return int(if_finite(race(probs, noise), probs))
 
     assert work.proposal.parents is not None
     work.verdict = verify_tree(choose, work.proposal.token_ids, work.proposal.parents)
@@ -316,9 +349,11 @@ def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
 
 def _note_logprobs(works: Works, logits: Tensor) -> None:
     """Of the tokens chosen, under the target's unmodified distribution."""
+    works = [work for work in works if work.verdict.token_ids]
     if not works:
         return
     nodes = [(0, *(range(1, 1 + own.accepted) if own.path is None else own.path)) for own in (w.verdict for w in works)]
+    nodes = [own[: len(work.verdict.token_ids)] for work, own in zip(works, nodes, strict=True)]
     rows = [work.rows.start + node for work, own in zip(works, nodes, strict=True) for node in own]
     tokens = [token for work in works for token in work.verdict.token_ids]
     kept = logits.index_select(0, upload_indices(rows, logits.device))

@@ -49,7 +49,7 @@ class BlockProposer(Proposer):
         self.model = model
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
-        self.block_size = model.drafter.config.block_size
+        self.block_size = config.largest_block(model.drafter.config.block_size)
         drafter = model.drafter
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 

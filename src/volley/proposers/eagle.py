@@ -29,7 +29,7 @@ class _Chain:
 class EagleProposer(ChainProposer):
     def __init__(self, model: EagleModel, config: DraftingConfig) -> None:
         self.model, self.vocab_size, self.device = model, model.drafter.config.vocab_size, model.device
-        self.block_size = model.drafter.config.block_size
+        self.block_size = config.largest_block(model.drafter.config.block_size)
         self.configure(config)
         self._chains: dict[int, _Chain] = {}
         self._seconds: dict[int, tuple[float, float]] = {}

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import regex
+
 from volley.serve.formats import ParameterText
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -93,27 +95,52 @@ class _Arguments:
 
 
 class TaggedArguments(_Arguments):
-    """Each argument between tags. A text is told as it is written, any other value when its tag closes."""
+    """Each argument between tags. A text is told as it is written, any other value when its tag closes.
+
+    A closing tag is followed by the next argument or by what stands behind the last one; anything else makes it a part of the
+    value. Where the notation has it on a line of its own, it closes only there, unless the value began beside its opening tag.
+    """
 
     def __init__(self, tags: ParameterText, schema: Mapping[str, Any]) -> None:
         """``schema`` is that of the arguments: it tells which are texts."""
         super().__init__()
-        self._close, self._before_close = tags.end.strip(), tags.end[: tags.end.startswith("\n")]
+        self._tags = tags
         middle = r"\s*".join(map(re.escape, re.split(r"(?<=>)\s*(?=<)", tags.middle.strip())))
-        new_line = r"(?:\n|(?=[^\n]))" if tags.middle.endswith("\n") else ""
-        name = f"{re.escape(tags.begin)}(?P<name>[^\n]+?){middle}{new_line}"
+        new_line = r"(?:(?P<line>\n)|(?=[^\n]))" if tags.middle.endswith("\n") else "(?P<line>)"
+        name = rf"{re.escape(tags.begin)}(?P<name>[^\n]+?){middle}{new_line}"
         self._next = re.compile(f"{name}|{re.escape(tags.after)}")
+        self._has_lines = tags.end.startswith("\n")
+        tag, follows = re.escape(tags.end.strip()), rf"(?=\s*(?:{re.escape(tags.begin)}|{re.escape(tags.after)}))"
+        before = r"\n?" if self._has_lines else ""
+        self._anywhere, self._at_once = regex.compile(before + tag + follows), regex.compile(tag + follows)
+        self._on_a_line = regex.compile(rf"\n{tag}{follows}")
+        self._at_the_end, self._line_at_the_end = re.compile(rf"{tag}\s*\Z"), re.compile(rf"\n{tag}\s*\Z")
         self._schema = schema
         properties = schema.get("properties")
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._types: set[str] = set()
         self._separator = ""
+        self._is_lenient = not self._has_lines  # a tag closes anywhere
+        self._is_whole = False  # nothing of the value was taken from the buffer
+        self._seen = 0  # no closing tag begins before this place of the buffer
+        self._held: int | None = None  # where a tag would close if tags closed anywhere
         self._phase = self._begin
 
     @property
     def is_between(self) -> bool:
         """Whether no argument is open."""
         return self._phase in (self._begin, self._between)
+
+    def end(self) -> str:
+        """What the end of the call brings, though what stands behind the last argument may be missing."""
+        told = ""
+        if not self.is_between and not self.is_done and not self._line_at_the_end.search(self._buffer):
+            self._is_lenient, self._has_lines = True, False
+            self._seen, self._held = self._seen if self._held is None else self._held, None
+            told = self.feed("")
+        if self.is_between or self._at_the_end.search(self._buffer):
+            told += self.feed(self._tags.after)
+        return told
 
     def _begin(self) -> str:
         self._phase = self._between
@@ -127,6 +154,8 @@ class TaggedArguments(_Arguments):
         if name is None:
             self.is_done = True
             return "}"
+        self._is_lenient = not self._has_lines or found["line"] is None
+        self._is_whole, self._seen, self._held = True, 0, None
         self._types = types_of(self._properties.get(name, {}), self._schema)
         is_text = self._types <= {"string"}
         self._phase = self._text if is_text else self._value
@@ -135,19 +164,44 @@ class TaggedArguments(_Arguments):
         return told
 
     def _text(self) -> str | None:
-        text, is_whole = self._up_to(self._close, self._before_close)
-        if text is None:
-            return None
-        self._phase = self._between if is_whole else self._text
-        return _escaped(text) + ('"' if is_whole else "")
+        end = self._closing()
+        if end is not None:
+            self._phase = self._between
+            return _escaped(self._take(*end)) + '"'
+        certain = self._seen if self._held is None else self._held
+        return _escaped(self._take(certain, certain)) if certain else None
 
     def _value(self) -> str | None:
-        if self._close not in self._buffer:
+        end = self._closing()
+        if end is None:
             return None
         self._phase = self._between
-        return json.dumps(
-            _read_as(self._up_to(self._close, self._before_close)[0] or "", self._types), ensure_ascii=False
-        )
+        return json.dumps(_read_as(self._take(*end), self._types), ensure_ascii=False)
+
+    def _take(self, end: int, after: int) -> str:
+        """Text up to ``end``; the buffer goes on at ``after``."""
+        text, self._buffer = self._buffer[:end], self._buffer[after:]
+        self._is_whole = self._is_whole and not after
+        self._seen = max(0, self._seen - after)
+        self._held = None if self._held is None else self._held - after
+        return text
+
+    def _closing(self) -> tuple[int, int] | None:
+        """Where the value ends and where its tag ends; ``None``: not yet, and no tag begins before ``_seen``."""
+        anywhere = self._anywhere.search(self._buffer, self._seen, partial=True) if self._held is None else None
+        if self._is_lenient:
+            found = anywhere
+        else:
+            if anywhere is not None and not anywhere.partial:
+                self._held = anywhere.start()
+            if self._is_whole and self._seen == 0 and (found := self._at_once.match(self._buffer, partial=True)):
+                return None if found.partial else found.span()
+            found = self._on_a_line.search(self._buffer, self._seen, partial=True)
+        if found is not None and not found.partial:
+            span: tuple[int, int] = found.span()
+            return span
+        self._seen = min(one.start() if one is not None else len(self._buffer) for one in (found, anywhere))
+        return None
 
 
 def _refuse(word: str) -> Any:

@@ -57,10 +57,13 @@ class CallReader:
             parts += found
         return parts
 
-    def close(self, mark: str) -> list[Part]:
-        """The region has ended with ``mark``, or with the answer: inside of an argument that was cut, nothing follows."""
-        is_cut = isinstance(self._translation, TaggedArguments) and not self._translation.is_between
-        return [] if is_cut else self.feed(mark)
+    def close(self) -> list[Part]:
+        """The region has ended, or the answer has: what closes the region may end the arguments too."""
+        if self._call is None or self._call.parameter is None:
+            return []
+        if isinstance(self._translation, TaggedArguments):
+            return self._more(self._translation.end())
+        return self.feed(self._call.parameter.after)
 
     # Each phase takes text from the buffer, sets the next phase and gives parts. None: it needs more text.
     def _outside(self) -> list[Part] | None:

@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from volley.errors import ConfigError
 from volley.grammar import Grammar
 from volley.serve.formats import AnswerFormat, CallText
+from volley.serve.markers import TERMINALS, Markers
 from volley.serve.messages import NamedTool, Tool, Tools
 from volley.serve.notations import any_arguments_in_lark, arguments_in_lark, in_json
 
@@ -28,7 +28,7 @@ def grammar_of_answer(
     prompt has opened reasoning: then whatever is asked for begins after it. ``is_answering`` says that it has opened the answer.
     Raises :class:`ConfigError`.
     """
-    offered = tools.offered
+    offered, markers = tools.offered, Markers(tokenizer)
     call = form.call if form is not None and offered else None
     marks = form.thinking if form is not None else None
     thinking = marks if is_thinking else None
@@ -41,79 +41,72 @@ def grammar_of_answer(
         if own is not None:
             raise ConfigError("a call is forced, so nothing else can be asked of the answer; leave one of both out")
         is_single = isinstance(tools.tool_choice, NamedTool) or not tools.parallel_tool_calls
-        rules = [f"{start} calls", *_calls(call, offered, tokenizer, is_single=is_single, binds_all=True)]
+        rules = [f"{start} calls", *_calls(call, offered, markers, is_single=is_single, binds_all=True)]
     elif own is not None and call is not None:
-        calls = _calls(call, offered, tokenizer, is_single=not tools.parallel_tool_calls, binds_all=False)
-        rules = [f"{start} (calls | answer)", *calls, *_answer(own, opens, tokenizer)]
+        calls = _calls(call, offered, markers, is_single=not tools.parallel_tool_calls, binds_all=False)
+        rules = [f"{start} (calls | answer)", *calls, *_answer(own, opens, markers)]
     elif own is not None and (is_thinking or opens):
-        rules = [f"{start} answer", *_answer(own, opens, tokenizer)]
+        rules = [f"{start} answer", *_answer(own, opens, markers)]
     elif call is not None and any(tool.function.strict for tool in offered):
-        return _strict_anywhere(call, offered, tokenizer)
+        return _strict_anywhere(call, offered, markers)
     else:
         return own
     if thinking:
         end = thinking[1] + (opens[1] if opens else "")
-        rules += [_until("reasoning", end, tokenizer), "SPACE: /\\s+/"]
+        rules += [*markers.up_to("reasoning", end), *TERMINALS, "SPACE: /\\s+/"]
     elif opens and marks:
         begin, end = marks
-        rules += [f"thought: {_literal(begin, tokenizer)} thinking", _until("thinking", end + opens[1], tokenizer)]
+        thought = f"thought: {markers.literal(begin)} thinking"
+        rules += [thought, *markers.up_to("thinking", end + opens[1]), *TERMINALS]
     return Grammar.lark("\n".join(rules) + "\n")
 
 
-def _answer(own: Grammar, opens: tuple[str, str] | None, tokenizer: Any) -> list[str]:
+def _answer(own: Grammar, opens: tuple[str, str] | None, markers: Markers) -> list[str]:
     """Rules for an answer of a form, behind what opens one."""
-    before = f"{_literal(opens[0], tokenizer)} form" if opens else "form"
+    before = f"{markers.literal(opens[0])} form" if opens else "form"
     return [f"answer: {before}", f"form: {_in_lark(own)}"]
 
 
-def _until(name: str, end: str, tokenizer: Any) -> str:
-    """A rule for any text up to a mark."""
-    if _special_in(end, tokenizer):
-        return f"{name}: /(?s:.*)/ {_literal(end, tokenizer)}"
-    return f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/"
-
-
-def _calls(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, is_single: bool, binds_all: bool) -> list[str]:
+def _calls(call: CallText, tools: Sequence[Tool], markers: Markers, *, is_single: bool, binds_all: bool) -> list[str]:
     """Rules for ``calls``: one of the tools, or several where the format can write them."""
-    more = "" if is_single or call.between is None else f" ({_literal(call.between, tokenizer)} call)*"
-    return [f"calls: call{more}", *_call(call, call.begin, tools, tokenizer, binds_all=binds_all)]
+    more = "" if is_single or call.between is None else f" ({markers.literal(call.between)} call)*"
+    return [f"calls: call{more}", *_call(call, call.begin, tools, markers, binds_all=binds_all)]
 
 
-def _call(call: CallText, begin: str, tools: Sequence[Tool], tokenizer: Any, *, binds_all: bool) -> list[str]:
+def _call(call: CallText, begin: str, tools: Sequence[Tool], markers: Markers, *, binds_all: bool) -> list[str]:
     """Rules for ``call``, which begins with ``begin``."""
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
-        before = _literal(begin + tool.function.name + call.middle, tokenizer)
-        rules.append(f"call_{index}: {before} arguments_{index} {_literal(call.end, tokenizer)}")
-    return rules + _arguments(call, tools, tokenizer, binds_all=binds_all)
+        before = markers.literal(begin + tool.function.name + call.middle)
+        rules.append(f"call_{index}: {before} arguments_{index} {markers.literal(call.end)}")
+    return rules + _arguments(call, tools, markers, binds_all=binds_all)
 
 
-def _strict_anywhere(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Grammar | None:
+def _strict_anywhere(call: CallText, tools: Sequence[Tool], markers: Markers) -> Grammar | None:
     """Text with calls in it, whose arguments follow their schemas; ``None`` if it cannot be told where a call begins.
 
-    The format says it, or a call begins with a special token, with a marker that is text, or with the answer itself.
+    The format says it, or a call begins with a marker, or with the answer itself.
     """
     if call.anywhere:
-        return _as_format_says(call, tools, tokenizer)
-    special = next((token for token in _special_in(call.begin, tokenizer) if call.begin.startswith(token)), None)
-    marker = re.match(r"<\|?\w+>|\[\w+\]", call.begin)
-    if special is not None:
-        opening, number = special, tokenizer.convert_tokens_to_ids(special)
-        rules = ["start: free (opening call free)*", f"opening: <[{number}]>", f"free: <[^{number}]>*"]
-    elif marker is not None and not _special_in(call.begin, tokenizer):
-        opening = marker[0]
-        rules = ["start: (opening call)* TEXT", f"opening[suffix={json.dumps(opening)}]: TEXT", "TEXT: /(?s:.*)/"]
+        return _as_format_says(call, tools, markers)
+    if (opening := markers.first_of(call.begin)) is not None:
+        others = markers.others(opening)
+        rules = [
+            f"start: (opening call)* {markers.free(others)}",
+            *markers.up_to("opening", opening, passing=others),
+            *TERMINALS,
+        ]
     elif call.begin.startswith("{") and call.between is None:
         opening = ""
         head = r'\s*(<\|python_tag\|>\s*)?\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:'
         rules = ["start: call | TEXT", f"TEXT: /(?s:.*)/ & ~/{head}(?s:.*)/"]
     else:
         return None
-    calls = _call(call, call.begin.removeprefix(opening), tools, tokenizer, binds_all=False)
+    calls = _call(call, call.begin.removeprefix(opening), tools, markers, binds_all=False)
     return Grammar.lark("\n".join([*rules, *calls]) + "\n")
 
 
-def _as_format_says(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Grammar:
+def _as_format_says(call: CallText, tools: Sequence[Tool], markers: Markers) -> Grammar:
     """The format's own grammar of answers with calls in them."""
     rules = []
     for rule in call.anywhere:
@@ -121,21 +114,21 @@ def _as_format_says(call: CallText, tools: Sequence[Tool], tokenizer: Any) -> Gr
         if "{name}" in body:
             named = [body.replace("{name}", tool.function.name) for tool in tools]
             body = " | ".join(own.replace("{arguments}", f"arguments_{index}") for index, own in enumerate(named))
-        rules.append(f"{head}: " + re.sub(r'"([^"]*)"', lambda found: _literal(found[1], tokenizer), body))
-    return Grammar.lark("\n".join([*rules, *_arguments(call, tools, tokenizer, binds_all=False)]) + "\n")
+        rules.append(f"{head}: " + re.sub(r'"([^"]*)"', lambda found: markers.literal(found[1]), body))
+    return Grammar.lark("\n".join([*rules, *_arguments(call, tools, markers, binds_all=False)]) + "\n")
 
 
-def _arguments(call: CallText, tools: Sequence[Tool], tokenizer: Any, *, binds_all: bool) -> list[str]:
+def _arguments(call: CallText, tools: Sequence[Tool], markers: Markers, *, binds_all: bool) -> list[str]:
     """Rules ``arguments_0`` and so on. If not all are bound, those of loose tools may be anything where they must."""
     rules = []
     for index, tool in enumerate(tools):
         name = f"arguments_{index}"
         try:
-            rules += arguments_in_lark(name, tool.schema_of_arguments, call, partial(_literal, tokenizer=tokenizer))
+            rules += arguments_in_lark(name, tool.schema_of_arguments, call, markers.literal)
         except ConfigError:
             if binds_all or tool.function.strict:
                 raise
-            rules += any_arguments_in_lark(name, call, partial(_literal, tokenizer=tokenizer))
+            rules += any_arguments_in_lark(name, call, markers.literal)
     return rules
 
 
@@ -152,28 +145,10 @@ def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
 def _in_lark(grammar: Grammar) -> str:
     """A grammar as a part of another one."""
     if grammar.kind == "json_schema":
-        return in_json(json.loads(grammar.source))
+        return in_json(json.loads(grammar.source), grammar.whitespace)
     if grammar.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(grammar.source)))
     raise ConfigError(
         f"a {grammar.kind} grammar cannot stand beside tools or behind reasoning; use a JSON schema, or switch reasoning off "
         "with reasoning_effort none"
     )
-
-
-def _special_in(text: str, tokenizer: Any) -> list[str]:
-    """Special tokens in a text, the longest first."""
-    known = sorted({str(token) for token in tokenizer.all_special_tokens}, key=len, reverse=True)
-    return [token for token in known if token in text]
-
-
-def _literal(text: str, tokenizer: Any) -> str:
-    """A text as Lark writes it; special tokens, which are no text, by their ids."""
-    special = _special_in(text, tokenizer)
-    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
-    spelt = [
-        f"<[{tokenizer.convert_tokens_to_ids(part)}]>" if part in special else json.dumps(part)
-        for part in parts
-        if part
-    ]
-    return " ".join(spelt) or '""'

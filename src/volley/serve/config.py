@@ -5,6 +5,7 @@ import hmac
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from volley.errors import ConfigError
 
@@ -25,8 +26,12 @@ class ServeConfig:
     """Name clients give as model; by default the target folder's."""
     answer_format: str = "auto"
     """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
-    chat_template: Path | None = None
-    """File of a Jinja chat template to use instead of the tokenizer's."""
+    bare_calls: bool = True
+    """Under tool_choice auto, an answer that is one JSON object with a tool's name and valid arguments calls it."""
+    chat_template: str | None = None
+    """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults of requests: auto takes what the model's generation config sets; none is OpenAI's."""
     api_key_file: Path | None = None
     """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
     rate_limit: float | None = None
@@ -49,6 +54,8 @@ class ServeConfig:
     """Seconds that running requests get to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server, * for all; by default none."""
+    strict: bool = False
+    """Refuse requests that have unknown fields, instead of ignoring these."""
     log_prompts: bool = False
     """Write request bodies, prompts included, to the log."""
 
@@ -78,18 +85,9 @@ class ServeConfig:
         """Whether it speaks HTTPS."""
         return self.tls_cert_file is not None
 
-    def read_chat_template(self) -> str | None:
-        """The template of the file, if one is given."""
-        if self.chat_template is None:
-            return None
-        try:
-            return self.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the chat template cannot be read ({error}); give a file of Jinja") from error
-
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
-OF_THE_SERVER -= {"adapters", "answer_format", "chat_template", "max_waiting"}
+OF_THE_SERVER -= {"adapters", "answer_format", "bare_calls", "chat_template", "generation_config", "max_waiting"}
 """Options that no single model of several can have."""
 
 

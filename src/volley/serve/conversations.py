@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import groupby, takewhile
+from itertools import combinations, groupby, takewhile
 from typing import Any
 
 Message = dict[str, Any]
@@ -98,6 +98,23 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
     return told
 
 
+def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Arguments as JSON text: DeepSeek's templates write what they are given between their marks."""
+
+    def with_text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return [_with_calls(message, with_text) for message in messages]
+
+
+def no_content_beside_calls(messages: Sequence[Message]) -> list[Message]:
+    """Calls without a text in messages whose content is ``None``: some templates write calls of no other message."""
+    return [{**own, "content": own["content"] or None} if own.get("tool_calls") else dict(own) for own in messages]
+
+
 def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
     """Arguments that are no object, since a model wrote none or was cut, under a name: some templates ask for theirs."""
 
@@ -148,16 +165,13 @@ class Conversations:
         for probe, texts, alternatives in _PROBES:
             if self._are_told(texts, self(probe)):
                 continue
-            for way in alternatives:
-                if self._are_told(texts, way(self(probe))):
-                    self.ways.append(way)
+            for ways in alternatives:
+                if self._are_told(texts, _put(self(probe), ways)):
+                    self.ways += ways
                     break
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        told = list(messages)
-        for way in self.ways:
-            told = way(told)
-        return told
+        return _put(messages, self.ways)
 
     def opening(self) -> str:
         """What the template writes for an answer to begin, behind a message of the user and of a tool alike; empty if that cannot
@@ -178,7 +192,17 @@ class Conversations:
             text = self._render(messages, tools=[_OFFERED])
         except Exception:  # a template may raise anything
             return False
+        if _PYTHON in text:
+            return False
         return all(text.count(one) >= count for one, count in Counter(texts).items())
+
+
+def _put(messages: Sequence[Message], ways: Sequence[Way]) -> list[Message]:
+    """The messages put in each of ``ways``, one after the other."""
+    told = list(messages)
+    for way in ways:
+        told = way(told)
+    return told
 
 
 def _call(letter: str) -> dict[str, Any]:
@@ -200,28 +224,39 @@ _OFFERED: dict[str, Any] = {
 }
 _ASKED: Message = {"role": "user", "content": "Asked"}
 _A, _B = _call("a"), _call("b")
+_PYTHON = repr(next(iter(_A["function"]["arguments"])))
+"""A key as Python writes it: a template that gives an object's own text has been given the wrong thing."""
 _TOLD_A, _TOLD_B = ("probe_a", "Placea"), ("probe_b", "Placeb")
 _CUT: dict[str, Any] = {"id": f"call_{'c' * 24}", "type": "function"}
 _CUT["function"] = {"name": "probe_c", "arguments": '{"city": "Placec'}
 _TOLD_CUT = ("probe_c", "Placec")
-_PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[Way, ...]], ...] = (
+_FORMS_OF_CALLS: tuple[Way, ...] = (short_ids, arguments_as_text, no_content_beside_calls)
+_PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[tuple[Way, ...], ...]], ...] = (
     (
         [{"role": "system", "content": "First."}, {"role": "system", "content": "Second."}, _ASKED],
         ("First.", "Second."),
-        (one_system,),
+        ((one_system,),),
     ),
-    ([_ASKED, _answer(_A), _result(_A, "Resulta")], (*_TOLD_A, "Resulta"), (short_ids, calls_as_text, tools_as_text)),
-    ([_ASKED, _answer(_A), _result(_A, "Resulta")], (*_TOLD_A, "probe_a", "Resulta"), (results_beside_calls,)),
+    (
+        [_ASKED, _answer(_A), _result(_A, "Resulta")],
+        (*_TOLD_A, "Resulta"),
+        (
+            *(ways for number in (1, 2, 3) for ways in combinations(_FORMS_OF_CALLS, number)),
+            (calls_as_text,),
+            (tools_as_text,),
+        ),
+    ),
+    ([_ASKED, _answer(_A), _result(_A, "Resulta")], (*_TOLD_A, "probe_a", "Resulta"), ((results_beside_calls,),)),
     (
         [_ASKED, _answer(_A, _B), _result(_A, "Resulta"), _result(_B, "Resultb")],
         (*_TOLD_A, *_TOLD_B, "Resultb"),
-        (one_call_each,),
+        ((one_call_each,), (one_call_each, no_content_beside_calls)),
     ),
     (
         [_ASKED, _answer(_A, text="Said.", thinking="Thought.", reasoning_content="Thought."), _result(_A, "Resulta")],
         ("Said.", *_TOLD_A, "Resulta"),
-        (text_as_thought, text_before_calls),
+        ((text_as_thought,), (text_before_calls,), (text_before_calls, no_content_beside_calls)),
     ),
-    ([_ASKED, _answer(_CUT), _result(_CUT, "Resultc")], (*_TOLD_CUT, "Resultc"), (arguments_as_objects,)),
+    ([_ASKED, _answer(_CUT), _result(_CUT, "Resultc")], (*_TOLD_CUT, "Resultc"), ((arguments_as_objects,),)),
 )
-"""A conversation, what must be told of it, and the ways to be tried if it is not."""
+"""A conversation, what must be told of it, and what is tried if it is not: the first of these sequences of ways that helps."""

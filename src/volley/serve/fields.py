@@ -1,9 +1,12 @@
 """How bodies are checked: which fields are known, refused or ignored, and what is said of the first one that is wrong."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from contextvars import ContextVar
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from volley.errors import did_you_mean
@@ -20,13 +23,22 @@ def _encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-KINDS_OF_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+"""Kinds of content blocks in ``/v1/messages``."""
+KINDS_OF_ITEMS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+)
 
 
-def refusal(field: str, message: str) -> PydanticCustomError:
-    """An error that names its field."""
-    field, message = (_printable(text) for text in (field, message))
-    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+def refusal(field: str | None, message: str) -> PydanticCustomError:
+    """An error that names its field; ``None``: where it is raised."""
+    context = {"field": field and _printable(field), "message": _printable(message)}
+    return PydanticCustomError("refused", "{message}", context)
+
+
+def ignored_names(ignored: Mapping[str, str]) -> str:
+    """Return the names of ignored fields for a header: clients may have written anything."""
+    return ", ".join(re.sub(r"[^!-+\--~]", "?", name)[:64] or "?" for name in ignored)
 
 
 def _printable(text: str) -> str:
@@ -38,10 +50,18 @@ def without_nulls(data: Any) -> Any:
     return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
 
 
-class Strict(BaseModel):
-    """An object whose fields are all known, each of exactly its type."""
+IGNORED: ContextVar[dict[str, str] | None] = ContextVar("ignored", default=None)
+"""Unknown fields of the body that is read, each with what to write instead, if that is known. ``None``: they are refused."""
+_MOST_IGNORED = 20
+"""Unknown fields of one body that are named; others are ignored without a word."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+class Strict(BaseModel):
+    """An object whose fields are known, each of exactly its type. Unknown fields are refused, or noted in :data:`IGNORED`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    may_ignore: ClassVar[bool] = True
+    """Whether unknown fields may be ignored. An object that says what the answer must be would say less without them."""
 
     @classmethod
     def names(cls) -> set[str]:
@@ -51,11 +71,40 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _are_known(cls, data: Any) -> Any:
-        names = cls.names()
-        for name in data if isinstance(data, Mapping) else ():
-            if name not in names:
-                raise PydanticCustomError("unknown", "unknown", {"name": _printable(name), "remedy": cls.remedy(name)})
-        return data
+        names, ignored = cls.names(), IGNORED.get()
+        unknown = [name for name in data if name not in names] if isinstance(data, Mapping) else []
+        if not unknown:
+            return data
+        remedies = {name: cls.remedy(name) for name in islice(unknown, _MOST_IGNORED)}
+        known = {name: "" if remedy.startswith("known: ") else remedy for name, remedy in remedies.items()}
+        refused = next(iter(remedies)) if ignored is None or not cls.may_ignore else None
+        if not cls.required() <= data.keys():  # one of them may be what is missing, misspelt
+            refused = refused or next((name for name, remedy in known.items() if remedy), None)
+        if refused is not None:
+            context = {"name": _printable(refused), "remedy": remedies[refused]}
+            raise PydanticCustomError("unknown", "unknown", context)
+        if ignored is not None and len(ignored) < _MOST_IGNORED:
+            ignored |= known
+        return {name: value for name, value in data.items() if name in names}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _forget_what_is_no_part(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Of several types that a field may have, those that it has not note nothing."""
+        ignored = IGNORED.get()
+        before = dict(ignored or {})
+        try:
+            return handler(data)
+        except ValueError:
+            if ignored is not None:
+                ignored.clear()
+                ignored |= before
+            raise
+
+    @classmethod
+    def required(cls) -> set[str]:
+        """The fields that must be there, as clients write them."""
+        return {own.alias or name for name, own in cls.model_fields.items() if own.is_required()}
 
     @classmethod
     def remedy(cls, name: str) -> str:
@@ -116,7 +165,7 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     error = next((error for error in errors if error["type"] == "unicode"), errors[0])
     path, context = _path_of(error), error.get("ctx", {})
     for place, part in enumerate(path):
-        if part in _FORMS and error["type"] != "unicode":
+        if part in _FORMS and error["type"] not in ("unicode", "refused") and _is_of_several_types(error, part):
             inside = [(_path_of(own), own) for own in errors if own["type"] == "unknown" and "text" in own["input"]]
             for own_path, own in inside:  # a part that is text, with a field that is not known
                 if own_path[: place + 1] == path[: place + 1]:
@@ -138,6 +187,12 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     return f"{named}: {error['msg']}", named
 
 
+def _is_of_several_types(error: Any, field: str) -> bool:
+    """Whether ``field`` may be of several types: the place behind it is the name of one, or nothing at all."""
+    own = error["loc"][error["loc"].index(field) + 1 :]
+    return not own or (isinstance(own[0], str) and ("[" in own[0] or own[0][0].isupper() or own[0] == "str"))
+
+
 def _unknown(path: Sequence[str], context: Mapping[str, str]) -> tuple[str, str]:
     named = ".".join([*path, context["name"]])
     return f"unknown field {named!r}; {context['remedy']}", named
@@ -152,5 +207,6 @@ def _path(places: Sequence[Any]) -> Iterator[str]:
     own = places[1:] if places[:1] == ("body",) else places
     for depth, place in enumerate(own):
         is_kind_of_item = depth == 2 and own[0] == "input" and place in KINDS_OF_ITEMS
-        if "[" not in str(place) and not is_kind_of_item:
+        is_kind_of_block = depth == 4 and own[2] == "content" and isinstance(own[3], int) and place in BLOCKS
+        if "[" not in str(place) and not is_kind_of_item and not is_kind_of_block:
             yield str(place)

@@ -80,6 +80,11 @@ class AnswerFormat:
     def has_calls(self) -> bool:
         return "tool_calls" in self.response["fields"]
 
+    @property
+    def thinks_first(self) -> bool:
+        """Whether reasoning opens at the beginning of an answer alone."""
+        return "\\A" in self.response["fields"].get("thinking", {}).get("open_pattern", "")
+
     def is_of(self, template: str) -> bool:
         """Whether a chat template is of this format."""
         return all(mark in template for mark in self.recognise) and not any(mark in template for mark in self.unless)

@@ -10,11 +10,13 @@ from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.errors import ApiError
 from volley.serve.fields import Strict
+from volley.serve.markers import Markers
 from volley.serve.structural_tags import Structure, grammar_of_tags, read_tags
 
 
 class _Part(Strict):
     model_config = ConfigDict(populate_by_name=True)
+    may_ignore = False
 
 
 class JsonSchemaFormat(_Part):
@@ -62,29 +64,33 @@ class GrammarFields(BaseModel):
     ebnf: str | None = Field(None, description="SGLang's.")
 
 
-def grammar_of(body: GrammarFields) -> Grammar | None:
-    """What the text of an answer must be, or ``None``. Raises :class:`ApiError` (400) that names the field at fault."""
+def grammar_of(body: GrammarFields, markers: Markers | None = None) -> Grammar | None:
+    """What the text of an answer must be, or ``None``; without ``markers`` no special token begins a tag.
+
+    Raises :class:`ApiError` (400) that names the field at fault.
+    """
     found = asked_for(body)
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise ApiError(400, f"{first} and {second} both say what the answer must be; give one of them", param=second)
     for field, kind, value, whitespace in found:
         try:
-            return _grammar(kind, value, whitespace)
+            return _grammar(kind, value, whitespace, markers or Markers(None))
         except ConfigError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from None
     return None
 
 
-async def compile_grammar(grammars: Grammars, body: GrammarFields) -> None:
-    """Compile a body's grammar outside the engine's thread, which then finds it ready. Raises as :func:`grammar_of` does."""
-    grammar = grammar_of(body)
+async def compile_grammar(grammars: Grammars, body: GrammarFields, markers: Markers) -> Grammar | None:
+    """A body's grammar, compiled outside the engine's thread, which then finds it ready. Raises as :func:`grammar_of` does."""
+    grammar = grammar_of(body, markers)
     if grammar is not None:
         try:
             await asyncio.to_thread(grammars.compile, grammar)
         except ConfigError as error:
             field = asked_for(body)[0][0]
             raise ApiError(400, f"{field}: {error}", param=field) from None
+    return grammar
 
 
 _Asked = tuple[str, str, Any, str]
@@ -128,7 +134,7 @@ def asked_for(body: GrammarFields) -> list[_Asked]:
     return [field for field in fields if field[2] is not None]
 
 
-def _grammar(kind: str, value: Any, whitespace: str) -> Grammar:
+def _grammar(kind: str, value: Any, whitespace: str, markers: Markers) -> Grammar:
     match kind:
         case "json_schema":
             return Grammar.json_schema(value, whitespace=whitespace)
@@ -141,5 +147,5 @@ def _grammar(kind: str, value: Any, whitespace: str) -> Grammar:
         case "ebnf":
             return Grammar.ebnf(value)
         case "structural_tag":
-            return grammar_of_tags(read_tags(value))
+            return grammar_of_tags(read_tags(value), markers)
     return Grammar.ebnf(value) if "::=" in value else Grammar.lark(value)

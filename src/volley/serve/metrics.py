@@ -59,6 +59,7 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.success = counter("request_success", "Requests that are over, by how they ended.", "finished_reason")
         self.errors = counter("request_errors", "Requests that raised inside the engine.")
+        self.not_finite = counter("request_not_finite", "Requests that ended because their logits were not finite.")
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCIES)
         self.inter_token = histogram("inter_token_latency_seconds", "Mean time per later token.", _BETWEEN)
         self.latency = histogram("e2e_request_latency_seconds", "Arrival to last token.", _LATENCIES)
@@ -158,7 +159,9 @@ class Metrics:
             self.denoising_steps.labels(own.mode).inc(stats.denoising_steps)
             self.commit_passes.labels(own.mode).inc(stats.commit_passes)
             self.denoised_tokens.labels(own.mode).inc(stats.output_tokens)
-        if reason == "abort":
+        if reason == "error":
+            self.not_finite.inc()
+        if reason in ("abort", "error"):
             return
         self.prompt_length.observe(stats.prompt_tokens)
         self.output_length.observe(stats.output_tokens)

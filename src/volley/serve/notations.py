@@ -5,11 +5,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
+from volley.grammar import WHITESPACE
 from volley.serve.arguments import resolved, types_of
 from volley.serve.formats import CallText, ParameterText
 
-_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 _NOTES = {
     "$defs",
     "$id",
@@ -33,15 +34,17 @@ _KEYWORDS = {
 }
 _SAYS_WHAT = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 _SCALARS = ("boolean", "integer", "null", "number")
+_SCALAR = {"type": list(_SCALARS)}
 
 Schema = Mapping[str, Any]
 Literal = Callable[[str], str]
 """A text as Lark writes it."""
 
 
-def in_json(schema: Schema) -> str:
-    """JSON without white space under a schema, in Lark."""
-    return "%json " + json.dumps({**schema, **_COMPACT})
+def in_json(schema: Schema, whitespace: str = WHITESPACE) -> str:
+    """JSON under a schema, in Lark. Models write spaces where their templates do, and badly where they must not."""
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return "%json " + json.dumps({**enforceable(dict(schema)), "x-guidance": spaces})
 
 
 def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:
@@ -64,14 +67,20 @@ def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Litera
 
 def any_arguments_in_lark(name: str, call: CallText, literal: Literal) -> list[str]:
     """Rules of which ``name`` is arguments of any kind."""
-    terminal = name.upper()
+    rules = _Rules(name, {}, literal)
     if call.parameter is not None:
         tags = call.parameter
-        opening = f"{json.dumps(tags.begin)} /[^>\\n]+/ {json.dumps(tags.middle)}"
-        text = f"(/(?s:.*)/ & ~/(?s:.*){_quoted(tags.end.strip())}(?s:.*)/) {json.dumps(tags.end)}"
-        return [f"{name}: {terminal}*", f"{terminal}: {opening} {text}"]
+        key, value = rules.add(r"/[^<>\n]+/", is_terminal=True), rules.closed({}, tags.end)
+        return [f"{name}: ({literal(tags.begin)} {key} {literal(tags.middle)} {value})*", *rules.rules]
     if call.quote is not None:
-        return [f'{name}: "{{" ({terminal}? {literal(call.quote)})* /(?s:.*)\\}}/', f"{terminal}: /(?s:.+)/"]
+        key = rules.add(r'/[^:,{}\[\]"<\s][^:,{}\[\]"<]*/', is_terminal=True)
+        value, pair = f"{name}_value", f"{name}_pair"
+        return [
+            f'{name}: "{{" ({pair} ("," {pair})*)? "}}"',
+            f'{pair}: {key} ":" {value}',
+            f'{value}: {name} | "[" ({value} ("," {value})*)? "]" | {rules.quoted({}, call.quote)} | {in_json(_SCALAR)}',
+            *rules.rules,
+        ]
     return [f"{name}: {in_json({'type': 'object'})}"]
 
 
@@ -90,20 +99,32 @@ class _Rules:
         self.rules: list[str] = []
         self._count = 0
 
-    def _add(self, body: str, *, is_terminal: bool = False) -> str:
+    def add(self, body: str, *, is_terminal: bool = False) -> str:
         """The name of a new rule."""
         self._count += 1
         name = f"{self.name}_{self._count}"
         self.rules.append(f"{name.upper() if is_terminal else name}: {body}")
         return name.upper() if is_terminal else name
 
-    def _text(self, schema: Schema, outside: str) -> str:
-        """The body of a terminal for a text that does not hold ``outside``."""
+    def closed(self, schema: Schema, end: str) -> str:
+        """A text under ``schema`` and the ``end`` that closes it, which does not stand in the text."""
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         body = f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
         if (pattern := schema.get("pattern")) is not None:
             body += f" & /{_anywhere(pattern)}/"
-        return f"({body} & ~/(?s:.*){_quoted(outside)}(?s:.*)/)"
+        mark = _quoted(end.strip())
+        before = r"(?:|(?s:.*)\n)" if end.startswith("\n") else "(?s:.*)"  # such an end stands on a line of its own
+        body = f"({body} & ~/{before}{mark}(?s:.*)/)"
+        ways = [self.add(f"{body} {json.dumps(end)}", is_terminal=True)]
+        if (literal := self.literal(end)) != json.dumps(end):  # a special token, which no terminal can have
+            ways.append(f"{self.add(body, is_terminal=True)} {literal}")
+            if not schema.get("minLength") and "pattern" not in schema:
+                ways.append(literal)
+        return f"({' | '.join(ways)})"
+
+    def quoted(self, schema: Schema, quote: str) -> str:
+        """A text under ``schema`` between quotes."""
+        return f"{self.literal(quote)} {self.closed(schema, quote)}"
 
     def _members(self, members: Sequence[tuple[str, bool]], between: str) -> str:
         """The rule for members of an object in their order, each with whether it is required."""
@@ -113,7 +134,7 @@ class _Rules:
             ahead = f"{body} {later}{mark}"
             mark = "" if is_required else f" | {later}"
             behind = f"{between} {body} {later}{mark}"
-            first, later = self._add(ahead), self._add(behind)
+            first, later = self.add(ahead), self.add(behind)
         return first
 
     def _properties(self, schema: Schema) -> list[tuple[str, Schema, bool]]:
@@ -149,7 +170,7 @@ class _Tagged(_Rules):
     def arguments(self) -> list[str]:
         parts = []
         for name, own, is_required in self._properties(self._own_object()):
-            part = self._add(f"{self.literal(self.tags.begin + name + self.tags.middle)} {self._value(own)}")
+            part = self.add(f"{self.literal(self.tags.begin + name + self.tags.middle)} {self._value(own)}")
             parts.append(part if is_required else f"{part}?")
         body = " ".join(parts) or '""'
         return [*self.rules, f"{self.name}: {body}"]
@@ -179,8 +200,7 @@ class _Tagged(_Rules):
                 raise _unknown({"allOf"})
             return f"({' | '.join(self._string(part) for part in parts if types_of(part, self.root) != {'null'})})"
         self._allow(schema, "string")
-        body = f"{self._text(schema, self.tags.end.strip())} {json.dumps(self.tags.end)}"
-        return self._add(body, is_terminal=True)
+        return self.closed(schema, self.tags.end)
 
 
 class _Quoted(_Rules):
@@ -234,17 +254,11 @@ class _Quoted(_Rules):
         return "[" + ",".join(map(self._spelt, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
     def _string(self, schema: Schema) -> str:
-        quote = self.literal(self.quote)
-        text = self._add(self._text(schema, self.quote), is_terminal=True)
-        return f"({quote} {text} {quote}" + (f" | {quote} {quote})" if self._may_be_empty(schema) else ")")
-
-    @staticmethod
-    def _may_be_empty(schema: Schema) -> bool:
-        return not schema.get("minLength") and "pattern" not in schema
+        return f"({self.quoted(schema, self.quote)})"
 
     def _array(self, schema: Schema) -> str:
         low, high = schema.get("minItems", 0), schema.get("maxItems")
-        item = self._add(self._value(schema.get("items", {"type": [*_SCALARS, "string"]})))
+        item = self.add(self._value(schema.get("items", {"type": [*_SCALARS, "string"]})))
         if high == 0:
             return '"[" "]"'
         more = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
@@ -252,7 +266,7 @@ class _Quoted(_Rules):
 
     def _object(self, schema: Schema) -> str:
         members = [
-            (self._add(f"{self.literal(name + ':')} {self._value(own)}"), is_required)
+            (self.add(f"{self.literal(name + ':')} {self._value(own)}"), is_required)
             for name, own, is_required in self._properties(schema)
         ]
         return f'"{{" {self._members(members, self.literal(","))} "}}"'

@@ -6,12 +6,16 @@ the call is complete; a tokenizer's own template may convert them itself, and th
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+from volley.serve.bare_calls import BareCalls
 from volley.serve.call_reader import CallReader, Part, new_call_id
-from volley.serve.formats import AnswerFormat
+from volley.serve.formats import AnswerFormat, CallText
+from volley.serve.values import Strings, TaggedValues, Values
 
 Event = Mapping[str, Any]
 
@@ -23,15 +27,25 @@ class AnswerParser:
     """
 
     def __init__(
-        self, form: AnswerFormat, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, with_calls: bool
+        self,
+        form: AnswerFormat,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        with_calls: bool,
+        bare_calls: bool = False,
     ) -> None:
-        """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer."""
+        """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer.
+
+        With ``bare_calls`` a whole answer that is a call without the marks of the format is one too.
+        """
         template = form.template(with_calls=with_calls)
         has_begun = template.start_anchor_re.search(prompt) is not None
         if form.thinking is not None and prompt.endswith(form.thinking[0]):
             prompt += "\n"  # a pattern at the very end might go on
-        self._parser = ResponseParser(template, prefix=prompt if has_begun else "", tools=list(tools) or None)
         calls = template.fields.get("tool_calls")
+        values = partial(_values_of, form.call, calls.content if calls else "")
+        self._parser = _Regions(values, template, prefix=prompt if has_begun else "", tools=list(tools) or None)
         self._reads_calls = calls is not None and calls.content == "text"
         self._call = form.call
         functions = (tool["function"] for tool in tools)
@@ -41,11 +55,12 @@ class AnswerParser:
         self._raw, self._calls_before = "", 0  # of a region of calls that is open
         self._held = ""  # white space that is dropped if anything but content follows
         self._strips = False
-        self._is_broken = False
+        self._is_broken = self._is_ending = False
         self.num_calls = 0
-        for event in self._parser.initial_events:
-            list(self._read(event))
+        begun = [part for event in self._parser.initial_events for part in self._read(event)]
         self._held = ""  # of the prompt
+        is_whole = not any(part.kind == "content" for part in begun)
+        self._bare = BareCalls(tools) if bare_calls and tools and is_whole else None
 
     @property
     def is_thinking(self) -> bool:
@@ -58,13 +73,18 @@ class AnswerParser:
         return self._region == "content"
 
     def feed(self, text: str) -> list[Part]:
-        if self._is_broken:
-            return [Part("content", text)] if text else []
-        return self._parse(lambda: self._parser.feed(text))
+        text_alone = [Part("content", text)] if text else []
+        parts = text_alone if self._is_broken else self._parse(lambda: self._parser.feed(text))
+        return parts if self._bare is None else self._bare.feed(parts)
 
     def finish(self) -> list[Part]:
+        self._is_ending = True
         parts = [] if self._is_broken else self._parse(lambda: self._parser.finalize()[1])
-        return [*parts, Part("content", self._held)] if self._held else parts
+        parts += [Part("content", self._held)] if self._held else []
+        if self._bare is not None:
+            parts = self._bare.feed(parts)
+            parts += self._count(self._bare.finish(self.num_calls))
+        return parts
 
     def _parse(self, read: Callable[[], Sequence[Event]]) -> list[Part]:
         try:
@@ -105,9 +125,7 @@ class AnswerParser:
 
     def _close_call(self, value: Any) -> Iterator[Part]:
         if self._reader is not None:
-            # What closes the region may end the arguments too.
-            if self._call is not None and self._call.parameter is not None:
-                yield from self._count(self._reader.close(self._call.parameter.after))
+            yield from self._count(self._reader.close())
             self._reader = None
         else:
             for one in value if isinstance(value, list) else [value]:
@@ -115,12 +133,51 @@ class AnswerParser:
                 if isinstance(function.get("name"), str) and isinstance(function.get("arguments"), dict):
                     arguments = json.dumps(function["arguments"], ensure_ascii=False)
                     yield from self._count(_whole_call(self.num_calls, function["name"], arguments))
-        if self.num_calls == self._calls_before and self._raw:
+        is_cut = self._is_ending and self._calls_before > 0  # one more call had begun
+        if self.num_calls == self._calls_before and self._raw and not is_cut:
             yield Part("content", self._raw)
 
     def _count(self, parts: Sequence[Part]) -> Sequence[Part]:
         self.num_calls += sum(part.kind == "call" for part in parts)
         return parts
+
+
+class _Regions(ResponseParser):  # type: ignore[misc]
+    """transformers' parser, in which a region of calls ends outside of the values in it."""
+
+    def __init__(self, values: Callable[[], Values | None], template: ResponseTemplate, **options: Any) -> None:
+        self._pos: int
+        self._new_values = values
+        self._values: Values | None = None  # of the region of calls that is open
+        super().__init__(template, **options)
+
+    def _open_explicit(self, events: list[Event], field: Any, match: Any) -> None:
+        super()._open_explicit(events, field, match)
+        if field.name == "tool_calls" and (values := self._new_values()) is not None:
+            values.begin(self._pos)
+            self._values = values
+
+    def _reset_to_implicit(self) -> None:
+        super()._reset_to_implicit()
+        self._values = None
+
+    def _scan(self, watch: Any, eos: bool) -> tuple[Any, int]:
+        start: int = self._pos
+        while True:
+            best, pending = super()._scan(watch, eos)
+            if best is None or self._values is None or not self._values.hold(self._buffer, best[2].end()):
+                self._pos = start
+                return best, pending
+            self._pos = best[2].start() + 1
+
+
+def _values_of(call: CallText | None, content: str) -> Values | None:
+    """What tells where the values of a region of calls are; ``None``: it is not known."""
+    if content not in ("text", "json"):
+        return None
+    if call is not None and call.parameter is not None:
+        return TaggedValues(call.parameter)
+    return Strings(call.quote) if call is not None and call.quote is not None else Strings()
 
 
 def _whole_call(index: int, name: str, arguments: str) -> list[Part]:

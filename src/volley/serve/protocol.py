@@ -1,11 +1,12 @@
 """What clients may send: OpenAI's request fields, the few that vLLM added, and one of volley's own.
 
-Unknown fields are refused by name. Fields of OpenAI's that volley cannot honour are refused unless they say what would have
-happened anyway; fields without any effect on the answer are accepted.
+Unknown fields are ignored with a word about it, or refused by name (``--strict``). Fields of OpenAI's that volley cannot honour
+are refused unless they say what would have happened anyway; fields without any effect on the answer are accepted.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, StrictBool, model_validator
@@ -91,6 +92,8 @@ class StreamOptions(Strict):
 class Diffusion(Strict):
     """How a diffusion language model answers: :class:`volley.DiffusionParams`; what is left out is the checkpoint's own."""
 
+    may_ignore = False
+
     mode: DiffusionMode | None = None
     canvas_length: int | None = Field(None, ge=1, le=4096)
     max_steps: int | None = Field(None, ge=1, le=4096)
@@ -170,9 +173,14 @@ class _Request(Body, Sampling, GrammarFields):
             raise refusal("prompt_logprobs", f"prompt_logprobs come with a whole answer; {self.instead_of_streaming}")
         return self
 
-    def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
-        """The engine's parameters; ``top_logprobs`` ``None`` records no log-probabilities."""
-        return SamplingParams(
+    def sampling(
+        self, max_tokens: int, top_logprobs: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> SamplingParams:
+        """The engine's parameters; ``top_logprobs`` ``None`` records no log-probabilities.
+
+        ``defaults`` take the place of fields that the request leaves out.
+        """
+        params = SamplingParams(
             temperature=self.temperature,
             top_k=max(0, self.top_k),
             top_p=self.top_p or LEAST_TOP_P,
@@ -194,6 +202,7 @@ class _Request(Body, Sampling, GrammarFields):
             grammar=grammar_of(self),
             diffusion=None if self.diffusion is None else self.diffusion.params(),
         )
+        return replace(params, **{name: own for name, own in defaults.items() if name not in self.model_fields_set})
 
 
 class ChatRequest(_Request, Tools, Reasoning):
@@ -286,8 +295,10 @@ class CompletionRequest(_Request):
             raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
         return self
 
-    def sampling(self, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
-        params = super().sampling(max_tokens, top_logprobs)
+    def sampling(
+        self, max_tokens: int, top_logprobs: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> SamplingParams:
+        params = super().sampling(max_tokens, top_logprobs, defaults)
         asked = [self.prompt_logprobs, top_logprobs if self.echo else None]
         counts = [count for count in asked if count is not None]
         return replace(params, prompt_logprobs=max(counts)) if counts else params

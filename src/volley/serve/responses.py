@@ -1,6 +1,8 @@
 """``/v1/responses``: what clients may send there. A request is turned into a chat's, and nothing is kept between two of them."""
 
+import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
@@ -65,8 +67,22 @@ class CallItem(_Item):
     arguments: Text
 
 
+class CustomCallItem(_Item):
+    """A call whose argument is one text. Here it is a function's, in an object."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+    namespace: str | None = None
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps({"input": self.input}, ensure_ascii=False)
+
+
 class OutputItem(_Item):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: Content
 
@@ -86,7 +102,9 @@ def _kind(item: Any) -> str:
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[OutputItem, Tag("custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind),
 ]
@@ -126,6 +144,8 @@ class AllowedFunctions(Strict):
 
 
 class TextFormat(Strict):
+    may_ignore = False
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -165,8 +185,10 @@ class ResponsesRequest(Body, Sampling):
         "previous_response_id": (),
         "previous_input_messages": (),
         "prompt": (),
+        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
+        "structured_outputs": ({},),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -175,6 +197,8 @@ class ResponsesRequest(Body, Sampling):
         "previous_response_id": "this server keeps no responses; send the whole conversation as input",
         "conversation": "this server keeps no conversations; send the whole conversation as input",
         "background": "this server answers while the client waits; leave it out, or set stream",
+        "response_format": "use text.format",
+        "structured_outputs": "use text.format",
     }
     elsewhere: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "use max_output_tokens",
@@ -182,8 +206,6 @@ class ResponsesRequest(Body, Sampling):
         "max_tokens": "use max_output_tokens",
         "messages": "use input, or /v1/chat/completions",
         "reasoning_effort": "use reasoning.effort",
-        "response_format": "use text.format",
-        "structured_outputs": "use text.format",
     }
     without_effect: ClassVar = (
         "client_metadata",
@@ -233,7 +255,7 @@ class ResponsesRequest(Body, Sampling):
             "model": self.model,
             "messages": _messages(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
-            **{name: getattr(self, name) for name in Sampling.model_fields},
+            **{name: getattr(self, name) for name in Sampling.model_fields.keys() & self.model_fields_set},
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
                 for tool in self.tools
@@ -268,12 +290,12 @@ def _choice(given: Any) -> Any:
     return given
 
 
-def here(error: ApiError) -> ApiError:
-    """An error about a chat's field, with this endpoint's name of it."""
+def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ApiError:
+    """An error about a chat's field, with another endpoint's name of it; by default this one's."""
     own = error.body["error"]
     given = own["param"] or ""
     first, _, rest = given.partition(".")
-    name = _CALLED_HERE.get(given) or (f"{_CALLED_HERE[first]}.{rest}" if first in _CALLED_HERE else None)
+    name = called.get(given) or (f"{called[first]}.{rest}" if first in called else None)
     if name is not None:
         own["message"], own["param"] = str(own["message"]).replace(given, name), name
     return error
@@ -295,7 +317,7 @@ def _messages(given: Sequence[Item], instructions: str | None) -> list[dict[str,
         match item:
             case OutputItem():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            case CallItem():
+            case CallItem() | CustomCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 assistant().setdefault("tool_calls", []).append(call)

@@ -99,7 +99,11 @@ class Server(uvicorn.Server):
             self.listening.set()
             url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
             for service in self.models:
-                log.info("listening", extra={"fields": {"url": url, "model": service.model, **service.memory}})
+                limit = {} if service.most_tokens is None else {"max_tokens": service.most_tokens}
+                sampling = {"sampling": service.sampling | limit}
+                log.info(
+                    "listening", extra={"fields": {"url": url, "model": service.model, **sampling, **service.memory}}
+                )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.models.draining:

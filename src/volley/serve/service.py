@@ -5,24 +5,27 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from volley.chat import Prompt, render_chat
+from volley.chat import Prompt
 from volley.decode.rules import AtLeast
-from volley.decode.thinking import ThinkingBudget
+from volley.decode.thinking import Spelt, ThinkingBudget
 from volley.engine.engine import Engine
 from volley.engine.holdings import memory_of
 from volley.engine.start import warm_up
 from volley.errors import ConfigError, VolleyError
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.sampling_defaults import sampling_defaults
+from volley.serve.anthropic import CALLED_HERE, CountRequest, MessagesRequest
+from volley.serve.anthropic_events import MessagesDialect
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
-from volley.serve.conversations import Conversations
 from volley.serve.errors import ApiError, engine_dead, shutting_down
-from volley.serve.formats import AnswerFormat, anchored, format_of, plain_calls
+from volley.serve.formats import AnswerFormat, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
+from volley.serve.markers import Markers, special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -31,6 +34,7 @@ from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
 from volley.serve.response_events import ResponsesDialect
 from volley.serve.responses import ResponsesRequest, here
 from volley.serve.spelling import Spelling
+from volley.serve.template import ChatTemplate, ChatTemplates
 from volley.serve.worker import Job, Worker
 from volley.types import SamplingParams
 
@@ -81,11 +85,13 @@ class Service:
         """Called by the event loop with the new drafter when :meth:`reload_drafter` has replaced the old one."""
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
-        self._template = config.read_chat_template() or str(engine.tokenizer.chat_template or "")
-        self._conversations = Conversations(partial(render_chat, engine.tokenizer, template=self._template or None))
-        form = format_of(engine.tokenizer, self._template, config.answer_format)
-        self.form = anchored(form, self._conversations.opening())
-        self._spelling = Spelling(engine.tokenizer)
+        self._templates = ChatTemplates(engine.tokenizer, config.chat_template, config.answer_format)
+        chosen = sampling_defaults(engine.target.model.generation_config) if config.generation_config == "auto" else {}
+        self.sampling = {name: value for name, value in chosen.items() if name != "max_tokens"}
+        """Values of the fields of sampling that a request leaves out."""
+        self.most_tokens: int | None = chosen.get("max_tokens")
+        """Tokens of a chat's answer for which the request sets no limit; ``None``: as many as there is room for."""
+        self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
 
@@ -142,27 +148,61 @@ class Service:
             job, parsers = await self.converse(chat, client)
         except ApiError as error:
             raise here(error) from None
-        return job, ResponsesDialect(self.model, self.spell, body, parsers[0] if parsers else None)
+        return job, ResponsesDialect(self.model, self.spell, body, job.params[0], parsers[0] if parsers else None)
 
-    async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
-        """The job of a conversation, and what takes each of its answers apart, if anything has to."""
-        adapter, form = self._check(body.model), self._form_of(body)
+    async def message(self, body: MessagesRequest, client: str = "") -> tuple[Job, Dialect]:
+        try:
+            job, parsers = await self.converse(self._as_chat(body), client, body.max_tokens)
+        except ApiError as error:
+            raise here(error, CALLED_HERE) from None
+        stops = job.params[0].stop
+        return job, MessagesDialect(
+            self.model, self.spell, job.prompts[0], stops, self.decode, parsers[0] if parsers else None
+        )
+
+    async def count_tokens(self, body: CountRequest) -> dict[str, int]:
+        self._check(body.model)
+        chat = self._as_chat(body)
+        prompt = await asyncio.to_thread(self._render, chat)
+        (token_ids,) = await self._encode([prompt], "messages", special=not self._template_of(chat).text)
+        return {"input_tokens": len(token_ids)}
+
+    def _as_chat(self, body: CountRequest) -> ChatRequest:
+        """A chat; a budget of reasoning is dropped where the model's way to reason is not known, as agents send it to all."""
+        chat = body.as_chat()
+        form = self._template_of(chat).form
+        is_known = form is not None and form.thinking is not None
+        return chat if is_known else chat.model_copy(update={"thinking_token_budget": None})
+
+    async def converse(
+        self, body: ChatRequest, client: str = "", most: int | None = None
+    ) -> tuple[Job, list[AnswerParser]]:
+        """The job of a conversation, and what takes each of its answers apart, if anything has to.
+
+        Without a limit of its own, an answer has ``most`` tokens at most, or as many as there is room for.
+        """
+        adapter, template = self._check(body.model), self._template_of(body)
+        form = self._form_of(body, template)
         self.worker.check_room()  # a full server prepares nothing
         prompt = await asyncio.to_thread(self._render, body)
-        (token_ids,) = await self._encode([prompt], "messages", special=not self._template)
+        (token_ids,) = await self._encode([prompt], "messages", special=not template.text)
         asked = body.max_completion_tokens or body.max_tokens
         self._check_length(token_ids, asked, "messages")
-        params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None)
+        params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None, self.sampling)
         if asked is None:
-            params = replace(params, max_tokens=max(1, self._engine.room(len(token_ids), params)))
+            room = max(1, self._engine.room(len(token_ids), params))
+            params = replace(params, max_tokens=min(room, most or self.most_tokens or room))
         params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
-            parsers = [AnswerParser(form, prompt, tools, with_calls=bool(tools)) for _ in range(body.n)]
+            is_bare = self.config.bare_calls and not body.is_forced and not asked_for(body)
+            own: Any = {"tools": tools, "with_calls": bool(tools), "bare_calls": is_bare}
+            parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        await compile_grammar(self._engine.grammars, body)  # by itself, so that an error names its field
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # an error names its field
+        params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
         others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
@@ -189,16 +229,19 @@ class Service:
 
         return replace(params, rules=(*params.rules, at_least))
 
-    def _form_of(self, body: ChatRequest) -> AnswerFormat | None:
+    def _template_of(self, body: ChatRequest | TokenizeRequest) -> ChatTemplate:
+        return self._templates.choose(with_tools=bool(body.shown))
+
+    def _form_of(self, body: ChatRequest, template: ChatTemplate) -> AnswerFormat | None:
         """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
-        form = self.form
+        form = template.form
         if body.is_forced and (form is None or form.call is None or not can_bind(form.call, body.offered)):
             return plain_calls(form)
         if body.offered and not body.is_forced:
             problem = None
             if form is None or not form.has_calls:
                 problem = "it is not known how this model writes tool calls", "--answer-format"
-            elif "tools" not in self._template:
+            elif not template.takes_tools:
                 problem = "the model's chat template has no place for tools", "a --chat-template that has one"
             if problem:
                 message = f"tools: {problem[0]}; force a call with tool_choice, or start the server with {problem[1]}"
@@ -208,14 +251,12 @@ class Service:
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         assert body.messages is not None
         try:
-            prompt = render_chat(
-                self._engine.tokenizer,
-                self._conversations(for_template(body.messages)),
+            prompt = self._template_of(body).render(
+                for_template(body.messages),
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 tools=[tool.for_template() for tool in body.shown],
                 variables=body.variables(),
-                template=self._template or None,
             )
             prompt.encode()
         except VolleyError as error:
@@ -229,7 +270,8 @@ class Service:
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
         """Whether the format's markers are special tokens, which are left out of text otherwise."""
-        return any(str(token) in form.markers() for token in self._engine.tokenizer.all_special_tokens)
+        markers = form.markers()
+        return any(token in markers for token in special_tokens(self._engine.tokenizer))
 
     async def _bind(
         self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
@@ -252,9 +294,10 @@ class Service:
             message = "thinking_token_budget: it is not known how this model reasons; leave it out"
             raise ApiError(400, message, param="thinking_token_budget")
         opens, closes = (tokenizer(mark, add_special_tokens=False)["input_ids"] for mark in form.thinking)
+        spelt = Spelt(*form.thinking, self.spell, form.thinks_first)
 
         def budget(*_: Any) -> ThinkingBudget:
-            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking)
+            return ThinkingBudget(opens, closes, body.thinking_token_budget or 0, is_open=is_thinking, spelt=spelt)
 
         return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
@@ -264,8 +307,10 @@ class Service:
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
-        await compile_grammar(self._engine.grammars, body)
-        params = replace(body.sampling(body.max_tokens, body.logprobs), draft_adapter=adapter)
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)
+        params = replace(
+            body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter, grammar=grammar
+        )
         params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
@@ -355,7 +400,7 @@ class Service:
         """Token ids of a text or a conversation, in vLLM's form."""
         self._check(body.model)
         is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
-        own = not (is_chat and self._template)  # a template writes them itself
+        own = not (is_chat and self._template_of(body).text)  # a template writes them itself
         special = own if body.add_special_tokens is None else body.add_special_tokens
 
         def encode() -> list[int]:
@@ -377,8 +422,8 @@ class Service:
     def tokenizer_info(self) -> dict[str, Any]:
         """What a client needs to use the tokenizer from afar."""
         tokenizer = self._engine.tokenizer
-        names = ("bos_token", "eos_token", "pad_token", "chat_template")
-        own = {name: getattr(tokenizer, name) for name in names}
+        own = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+        own["chat_template"] = self._templates.plain.text or None
         return {"tokenizer_class": type(tokenizer).__name__, "max_model_len": self.max_model_len} | own
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -390,12 +435,15 @@ class Service:
         return self._spelling.one(token_id)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """A model as ``/v1/models`` shows it."""
+        """A model as ``/v1/models`` shows it, with the fields of Anthropic's API beside those of OpenAI's."""
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "volley",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
             "root": str(self._engine.target.model.config._name_or_path or name),
             "max_model_len": self.max_model_len,
             **({"diffusion": True} if self._engine.target.diffusion is not None else {}),

@@ -5,13 +5,17 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.fields import Strict
+from volley.serve.markers import TERMINALS, Markers
 
 
 class Structure(Strict):
     """A tag: what it begins with, the schema of what is inside, and what it ends with."""
+
+    may_ignore = False
 
     begin: str = Field(min_length=1)
     schema_: Any = Field(None, alias="schema", description="The JSON schema of what is inside; any JSON without one.")
@@ -19,6 +23,8 @@ class Structure(Strict):
 
 
 class StructuralTag(Strict):
+    may_ignore = False
+
     type: Literal["structural_tag"] = "structural_tag"
     structures: list[Structure] = Field(min_length=1)
     triggers: list[str] = Field(min_length=1)
@@ -39,22 +45,26 @@ def read_tags(value: Any) -> StructuralTag:
     )
 
 
-def grammar_of_tags(tag: StructuralTag) -> Grammar:
-    """Free text and any number of tags. Raises :class:`ConfigError`."""
+def grammar_of_tags(tag: StructuralTag, markers: Markers) -> Grammar:
+    """Free text and any number of tags. A special token that begins a trigger stands in triggers only.
+
+    Raises :class:`ConfigError`.
+    """
     used = {structure.begin for trigger in tag.triggers for structure in _under(trigger, tag)}
     if lost := [structure.begin for structure in tag.structures if structure.begin not in used]:
         raise ConfigError(f"the tag {lost[0]!r} begins with none of the triggers; add one that it begins with")
+    others = markers.others(*(first for own in tag.triggers if (first := markers.first_of(own)) is not None))
     rules = [
-        "start: (" + " | ".join(f"opening_{index} tag_{index}" for index in range(len(tag.triggers))) + ")* TEXT",
-        "TEXT: /(?s:.*)/",
+        f"start: ({' | '.join(f'opening_{index} tag_{index}' for index in range(len(tag.triggers)))})* {markers.free(others)}",
+        *TERMINALS,
     ]
     for index, trigger in enumerate(tag.triggers):
         if not trigger or not (structures := _under(trigger, tag)):
             raise ConfigError(f"the trigger {trigger!r} begins no tag; leave it out, or add a structure for it")
         if longer := [own for own in tag.triggers if own.startswith(trigger) and own != trigger]:
             raise ConfigError(f"the trigger {longer[0]!r} begins with another one, {trigger!r}; leave one of them out")
-        rules.append(f"opening_{index}[suffix={json.dumps(trigger)}]: TEXT")
-        rules.append(f"tag_{index}: " + " | ".join(_inside(own, trigger) for own in structures))
+        rules += markers.up_to(f"opening_{index}", trigger, passing=others)
+        rules.append(f"tag_{index}: " + " | ".join(_inside(own, trigger, markers) for own in structures))
     return Grammar.lark("\n".join(rules) + "\n")
 
 
@@ -62,8 +72,9 @@ def _under(trigger: str, tag: StructuralTag) -> list[Structure]:
     return [structure for structure in tag.structures if structure.begin.startswith(trigger)]
 
 
-def _inside(structure: Structure, trigger: str) -> str:
+def _inside(structure: Structure, trigger: str, markers: Markers) -> str:
     """A tag behind its trigger, in Lark."""
     schema = json.loads(Grammar.json_schema(True if structure.schema_ is None else structure.schema_).source)
-    inner = json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
-    return f"{json.dumps(structure.begin.removeprefix(trigger))} %json {inner} {json.dumps(structure.end)}"
+    inner = json.dumps({**enforceable(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    begin = markers.literal(structure.begin.removeprefix(trigger))
+    return f"{begin} %json {inner} {markers.literal(structure.end)}"

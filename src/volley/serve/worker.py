@@ -328,6 +328,8 @@ class Worker:
     def _publish(self) -> None:
         """Tell the loop what the last step brought."""
         for request, (job, choice) in list(self._owner.items()):
+            if request not in self._owner:  # its job has failed by another choice
+                continue
             request.write()
             is_first = request.num_output == len(request.chunks) and (
                 request.chunks or request.finish_reason is not None
@@ -345,8 +347,12 @@ class Worker:
             if request.finish_reason is not None:
                 del self._owner[request]
                 self._left += 1
-                self._outbox.append((job, End(choice, request.finish_reason, request.stats)))
                 self.metrics.finished(request, request.finish_reason)
+                if request.failure is not None:
+                    log.warning("a request ended: %s", request.failure)
+                    self._fail(job, request.failure)
+                    continue
+                self._outbox.append((job, End(choice, request.finish_reason, request.stats)))
                 for listener in self.on_finished:
                     listener(job, request)
         self._hand_over()

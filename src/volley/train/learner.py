@@ -11,13 +11,14 @@ from volley.models.drafters.adapter import AdapterConfig, attach, merge, save_ad
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import check_vocabulary
 from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.train.begin import begin_at_head, begin_from_target
 from volley.train.data import TrainingData
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget
 from volley.train.fused import fuse
-from volley.train.options import TrainConfig
+from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
-from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_at_head, start_from
+from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
 from volley.train.state import whole_weights
 from volley.train.step import BlockForward
 from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_counts
@@ -98,7 +99,9 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
     mask = choose_mask_token(target.tokenizer, embedding, texts, config.mask_token_id)
     drafter = Drafter(drafter_config(config, target.model, mask))
     if config.init is None:
-        start_at_head(drafter, target.model)
+        begin_from_target(drafter, target.model)
+    elif config.init == RANDOM:
+        begin_at_head(drafter, target.model)
     else:
         start_from(drafter, config.init, target.model)
     return drafter

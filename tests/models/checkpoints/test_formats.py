@@ -160,7 +160,7 @@ def foreign() -> dict[str, Any]:
         ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
         ({"aux_hidden_state_layer_ids": "1,3"}, "must be a list of layer numbers"),
         ({"transformer_layer_config": 3}, "lacks a transformer_layer_config"),
-        ({"sample_from_anchor": True}, "only DSpark drafters predict from the anchor's slot"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor is 1; it must be true or false"),
         ({"target_hidden_size": -1}, "target_hidden_size is -1; it must be an integer of at least 1"),
         ({"draft_vocab_size": VOCAB + 1}, "draft_vocab_size is 51; it must be between 1 and the vocabulary of 50"),
         ({"draft_vocab_size": "many"}, "draft_vocab_size is 'many'; it must be an integer"),
@@ -283,6 +283,30 @@ def test_what_is_only_read_is_neither_written_nor_trained(tmp_path: Path, target
             export(source, tmp_path / "out", form, target=target)
     with pytest.raises(ConfigError, match="which volley does not train; name another"):
         drafter_to_adapt(str(source), eager_model(target_config()))
+
+
+def test_a_drafter_whose_anchor_drafts_without_a_head(tmp_path: Path, target: str) -> None:
+    source = saved(tmp_path / "own", sample_from_anchor=True)
+    export(source, tmp_path / "theirs", "speculators")
+    assert_equal(read_checkpoint(tmp_path / "theirs"), read_checkpoint(source))
+    raw = read_json(tmp_path / "theirs" / "config.json")
+    assert (raw["speculators_model_type"], raw["markov_rank"], raw["block_size"]) == ("dspark", 0, 5)
+    for form in ("sglang", "transformers", "gguf"):
+        with pytest.raises(ConfigError, match="its anchor's slot drafts without a sequential head, which has no place"):
+            export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="drafts from the anchor's slot, which volley does not train; name another"):
+        drafter_to_adapt(str(source), eager_model(target_config()))
+
+
+def test_a_confidence_head_without_a_markov_head(tmp_path: Path) -> None:
+    own = read_checkpoint(saved(tmp_path / "own", block_size=8, sample_from_anchor=True))
+    save_tensors(tmp_path / "model.safetensors", {**own.tensors, "confidence_head.proj.weight": torch.ones(1, 32)})
+    raw = {**deepspec(), "markov_rank": 0, "confidence_head_with_markov": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = read_checkpoint(tmp_path)
+    assert (read.config.head, read.config.sample_from_anchor, read.config.confidence_width) == (None, True, 32)
+    drafter = Drafter.from_pretrained(tmp_path)
+    assert (drafter.head, drafter.confidence_head is None) == (None, False)
 
 
 @given(st.data())
@@ -485,7 +509,8 @@ def test_a_foreign_dspark_drafter_is_understood(tmp_path: Path) -> None:
     [
         ({"markov_head_type": "looped"}, "markov_head_type is 'looped'; volley reads 'vanilla', 'gated' and 'rnn'"),
         ({"dflash_config": 3}, "dflash_config is 3; it must be an object"),
-        ({"markov_rank": 0}, r"head\.rank is 0; it must be a positive integer"),
+        ({"markov_rank": -1}, r"head\.rank is -1; it must be a positive integer"),
+        ({"query_zero_predicts_next": True, "sample_from_anchor": False}, "contradict each other"),
         ({"sample_from_anchor": "yes"}, "sample_from_anchor is 'yes'"),
         ({"block_size": "7"}, "block_size is '7'; it must be an integer"),
         ({"confidence_layers": 2}, "unknown drafter config key 'confidence_layers'"),

@@ -55,8 +55,16 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         }
     ),
 }
-K_SIZES = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)), "IQ4_XS": (136, (0,))}
-"""Bytes of a block of 256 columns, and where its fp16 numbers lie."""
+HALVES = {
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "Q2_K": (80, 82),
+    "IQ4_XS": (0,),
+    "IQ4_NL": (0,),
+}
+"""Where the fp16 numbers of a block lie, of types that the package cannot quantise to."""
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -154,11 +162,11 @@ def fill(model: PreTrainedModel, family: str, stored: Mapping[str, Tensor]) -> N
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, generator: np.random.Generator) -> NDArray[np.uint8]:
-    """Rows of a K type: any bytes are valid codes, only the fp16 numbers must be small. The package cannot quantise to them."""
-    size, halves = K_SIZES[kind]
-    rows = generator.integers(0, 256, (*shape[:-1], shape[-1] // 256 * size), dtype=np.uint8)
+    """Rows of such a type: any bytes are valid codes, only the fp16 numbers must be small."""
+    columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rows = generator.integers(0, 256, (*shape[:-1], shape[-1] // columns * size), dtype=np.uint8)
     blocks = rows.reshape(-1, size)
-    for place in halves:
+    for place in HALVES[kind]:
         small = generator.uniform(0.5e-4, 1.5e-4, (len(blocks), 1)).astype(np.float16)
         blocks[:, place : place + 2] = small.view(np.uint8)
     return rows
@@ -168,7 +176,7 @@ def encode(name: str, weight: NDArray[Any], kind: str, generator: np.random.Gene
     """``weight`` as ``kind``; norms and biases stay in fp32."""
     if weight.ndim < 2 or kind == "F32":
         return np.ascontiguousarray(weight, dtype=np.float32)
-    if kind in K_SIZES:
+    if kind in HALVES:
         return random_blocks(weight.shape, kind, generator)
     found: NDArray[Any] = gguf.quantize(np.ascontiguousarray(weight, np.float32), GGMLQuantizationType[kind])
     return found
@@ -181,6 +189,7 @@ def write_model(
     kind: str | Callable[[str], str] = "F32",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    split: str = "gpt-2",
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
     tensors_a_part: int = 0,
@@ -223,7 +232,7 @@ def write_model(
     for name, weight in (extra or {}).items():
         writer.add_tensor(name, weight)
     if tokenizer is not None:
-        add_tokenizer(writer, tokenizer)
+        add_tokenizer(writer, tokenizer, split)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,6 +1,7 @@
 """Quantised GGUF files on the kernels' codes: which codes, whose numbers they are, and what is said."""
 
 import logging
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from volley.models.layers.fused import FusedLayer
 from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
+from volley.native.formats import STORED
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 MIXED = "Q4_K and Q6_K"
@@ -46,7 +48,7 @@ def write(folder: Path, kind: str, family: str = "llama", **changes: Any) -> Pat
 
 @pytest.mark.parametrize(
     ("kind", "codes"),
-    [("Q8_0", "int8"), ("Q5_0", "int8"), ("Q4_0", "int4"), (MIXED, "int4"), ("Q5_1", "bf16"), ("BF16", "bf16")],
+    [("Q8_0", "int8"), ("Q5_1", "int8"), ("Q4_1", "int4"), (MIXED, "int4"), ("Q2_K", "int4"), ("BF16", "bf16")],
 )
 def test_codes_are_chosen_by_the_type_of_most_weights(tmp_path: Path, kind: str, codes: str) -> None:
     assert codes_for(GGUFFile(write(tmp_path, kind))) == codes
@@ -79,30 +81,78 @@ def numbers(path: Path, name: str, target: Target) -> Tensor:
     return torch.cat([file.dense(one, row_order(file.architecture, one, target.model.config)) for one in names])
 
 
+SAID = {
+    "Q8_0": "int8, groups of 32",
+    "Q5_0": "int5, groups of 32",
+    "Q4_0": "int4, groups of 32",
+    "Q5_1": "int5 with minima, groups of 32",
+    "Q4_1": "int4 with minima, groups of 32",
+    "Q6_K": "int6, groups of 16",
+    "Q5_K": "int5 with minima, groups of 32",
+    "Q4_K": "int4 with minima, groups of 32",
+    "Q3_K": "int3, groups of 16",
+    "Q2_K": "int2 with minima, groups of 16",
+    "IQ4_NL": "int4 by a table, groups of 32",
+    "IQ4_XS": "int4 by a table, groups of 32",
+    "MXFP4": "int4 by a table, groups of 32",
+}
+
+
 @needs_kernels
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("kind", "codes"), [("Q8_0", "int8"), ("Q5_0", "int8"), ("Q4_0", "int4")])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
+@pytest.mark.parametrize("kind", STORED)
 def test_products_have_the_numbers_of_the_file(
-    tmp_path: Path, family: str, tied: bool, kind: str, codes: Weights, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, family: str, tied: bool, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, kind, family, tie_word_embeddings=tied)
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    assert f"{kind} exact in {codes}, groups of 32" in caplog.text
+    assert f"{kind} exact in {SAID[kind]}" in caplog.text
     assert "rounded" not in caplog.text
     for name, product in products(target).items():
-        found = product.codes()
-        assert found is not None
-        assert (product.kind, found.scales.dtype) == (codes, torch.float16)
+        (found,) = product.codes()
+        assert found.format == STORED[kind]
         assert torch.equal(found.dense(), numbers(path, name, target)), name
     tokens, file = torch.tensor([3, 271, 3, 40]), GGUFFile(path)
     assert target.model.get_input_embeddings().weight.device.type == "meta", "rows are looked up in codes"
     assert torch.equal(target.embed(tokens), file.dense("token_embd.weight")[tokens].bfloat16())
     others = sum(weight.nbytes for weight in target.model.parameters() if weight.device.type != "meta")
-    matrices = sum(size for name in file if len(file.shape(name)) > 1 for _, size in [file.place(name)])
-    if kind != "Q5_0":  # whose codes take eight bits here
-        assert weight_bytes(target.model) == matrices + others
+    matrices = [name for name in file if len(file.shape(name)) > 1]
+    numbers_of_them, stored = (
+        sum(prod(file.shape(name)) for name in matrices),
+        sum(file.place(name)[1] for name in matrices),
+    )
+    assert stored <= weight_bytes(target.model) - others <= stored + numbers_of_them * 0.5 / 8
+
+
+MANY = {"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_gate": "Q4_K", "ffn_up": "Q6_K", "ffn_down": "Q3_K"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_many_types_keeps_its_numbers(
+    tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in Q4_K_M: the head and some values and down projections have more bits, and are one product with others."""
+
+    def of_tensor(name: str) -> str:
+        return next((kind for part, kind in MANY.items() if part in name), "Q4_1")
+
+    model = random_model(family, **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, family, of_tensor, tokenizer=bpe_tokenizer())
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    assert "rounded" not in caplog.text
+    found = products(target)
+    assert [of.name for of in found["blk.1.attn_q.weight"].formats] == ["Q5_0", "Q8_0"]
+    assert [of.name for of in found["blk.1.ffn_gate.weight"].formats] == ["Q4_K", "Q6_K"]
+    for name, product in found.items():
+        dense = torch.cat([codes.dense() for codes in product.codes()])
+        assert torch.equal(dense, numbers(path, name, target)), name
+    decoded = load_model(path, torch.float32)
+    logits = [Engine(one).next_logits(PROMPT) for one in (Target(decoded), target)]
+    assert (logits[1] - logits[0]).norm() < 0.05 * logits[0].norm()
 
 
 @needs_kernels
@@ -110,100 +160,61 @@ def test_products_have_the_numbers_of_the_file(
 def test_other_types_in_such_a_file_are_rounded_to_eight_bits(
     tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The head of llama.cpp's Q4_0 files is Q6_K; and where layers are one product, all of it has codes of eight bits."""
-
     def of_tensor(name: str) -> str:
-        is_head = name.startswith("token_embd" if tied else "output.")
-        return "Q6_K" if is_head else {"blk.1.attn_v.weight": "Q5_1", "blk.0.ffn_down.weight": "Q4_K"}.get(name, "Q4_0")
+        is_other = name in ("blk.1.attn_v.weight", "output.weight") or (tied and "token_embd" in name)
+        return "F16" if is_other else "Q4_0"
 
     model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
     path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
     with caplog.at_level(logging.WARNING, "volley"):
         target = Target.from_pretrained(path)
-    said = [f"{other} rounded again to int8" for other in ("Q4_K", "Q5_1", "Q6_K")]
-    assert f"Q4_0 exact in int4 and int8, {', '.join(said)}, groups of 32" in caplog.text
+    assert "Q4_0 exact in int4, groups of 32; F16 rounded again to int8, groups of 32" in caplog.text
     queries_and_keys = (4 + 2) * 64
     for name, product in products(target).items():
-        found, expected = product.codes(), numbers(path, name, target)
-        assert found is not None
-        rounded_from = {
-            "blk.1.attn_q.weight": queries_and_keys,
-            "blk.0.ffn_down.weight": 0,
-            "output.weight": 0,
-        }.get(name)
-        assert product.kind == ("int4" if rounded_from is None else "int8")
-        assert torch.equal(found.dense()[:rounded_from], expected[:rounded_from])
-        if rounded_from is not None:
-            error, most = found.dense() - expected, expected.view(len(expected), -1, 32).abs().amax(-1)
-            assert 0 < error[rounded_from:].abs().max() <= 0.51 * most.max() / 127
+        found, expected = torch.cat([codes.dense() for codes in product.codes()]), numbers(path, name, target)
+        exact = {"blk.1.attn_q.weight": queries_and_keys, "output.weight": 0}.get(name, len(expected))
+        assert torch.equal(found[:exact], expected[:exact])
+        if exact < len(expected):
+            error, most = found - expected, expected.view(len(expected), -1, 32).abs().amax(-1)
+            assert 0 < error[exact:].abs().max() <= 0.51 * most.max() / 127
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("kind", "weights", "said"),
     [
-        ("Q4_0", "int8", "Q4_0 exact in int8, groups of 32"),
+        ("Q4_0", "int8", "Q4_0 exact in int4, groups of 32"),
         ("Q8_0", "int4", "Q8_0 rounded again to int4, groups of 64"),
-        (MIXED, "int8", "Q4_K and Q6_K rounded again to int8, a scale for each output"),
+        (MIXED, "int8", "Q4_K exact in int4 with minima, groups of 32; Q6_K exact in int6, groups of 16"),
     ],
 )
 def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weights: Weights, said: str) -> None:
+    """Of more bits than the file's, its own serve."""
     path = write(tmp_path, kind)
     assert describe(GGUFFile(path), weights) == said
     target = Target.from_pretrained(path, weights=weights)
-    assert {product.kind for product in products(target).values()} == {weights}
+    bits = [of.bits for product in products(target).values() for of in product.formats]
+    assert max(bits) <= int(weights.removeprefix("int"))
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_rounded_is_the_decoded_model(
-    tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(tmp_path, "Q4_K", family, tie_word_embeddings=tied)
-    with caplog.at_level(logging.WARNING, "volley"):
-        target = Target.from_pretrained(path)
-    assert "Q4_K rounded again to int4, groups of 64" in caplog.text
+def test_what_is_rounded_is_the_decoded_model(tmp_path: Path, family: str, tied: bool) -> None:
+    path = write(tmp_path, "Q6_K", family, tie_word_embeddings=tied)
+    target = Target.from_pretrained(path, weights="int4")
     dense = load_model(path, torch.bfloat16)
-    accelerate(dense, "int4", release=True)  # a shared embedding is then read from codes, too
-    assert torch.equal(Engine(target).next_logits(PROMPT), Engine(Target(dense)).next_logits(PROMPT))
+    accelerate(dense, "int4", release=True)  # an embedding is then read from codes, too
+    if tied:
+        assert torch.equal(Engine(target).next_logits(PROMPT), Engine(Target(dense)).next_logits(PROMPT))
+    else:
+        assert torch.equal(
+            products(target)["output.weight"].weight(), products(Target(dense))["output.weight"].weight()
+        )
 
 
 @needs_kernels
-@pytest.mark.parametrize("tied", [False, True])
-def test_more_bits_than_four_in_such_a_file_are_kept_in_eight(
-    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in Q4_K_M: the head and some values and down projections have more. Queries and keys are one product with values."""
-
-    def of_tensor(name: str) -> str:
-        if name in ("output.weight", "blk.1.attn_v.weight") or (tied and "token_embd" in name):
-            return "Q6_K"
-        return "Q5_K" if name == "blk.0.ffn_down.weight" else "Q4_K"
-
-    model = random_model("qwen3", **{**WIDE, "tie_word_embeddings": tied})
-    path = write_model(tmp_path / "model.gguf", model, "qwen3", of_tensor, tokenizer=bpe_tokenizer())
-    with caplog.at_level(logging.WARNING, "volley"):
-        target = Target.from_pretrained(path)
-    said = (
-        "Q4_K rounded again to int8, Q5_K rounded again to int8, Q6_K rounded again to int8, groups of 32; Q4_K rounded"
-    )
-    assert f"{said} again to int4, groups of 64" in caplog.text
-    more = {"output.weight", "blk.1.attn_q.weight", "blk.0.ffn_down.weight"}
-    for name, product in products(target).items():
-        found, expected = product.codes(), numbers(path, name, target)
-        assert found is not None
-        assert product.kind == ("int8" if name in more else "int4")
-        error = (found.dense() - expected).norm() / expected.norm()
-        assert error < 0.006 if name in more else error > 0.05, name
-    as_before, exact = load_model(path, torch.bfloat16), Target(load_model(path, torch.bfloat16))
-    accelerate(as_before, "int4", release=True)
-    logits = [Engine(one).next_logits(PROMPT) for one in (exact, target, Target(as_before))]
-    assert (logits[1] - logits[0]).norm() < 0.9 * (logits[2] - logits[0]).norm()
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", MIXED])
 def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:
     target, params = Target.from_pretrained(write(tmp_path, kind, "qwen3")), SamplingParams(max_tokens=40)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -291,14 +302,14 @@ def test_the_decoded_model_is_never_in_memory_whole(tmp_path: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
 def test_widths_of_half_a_group_keep_their_codes(tmp_path: Path, kind: str) -> None:
     """288 is the width of llama2.c's stories15M: a multiple of a file's blocks of 32, and of no 64."""
     heads = {"head_dim": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
     path = write(tmp_path, kind, hidden_size=288, intermediate_size=352, **heads)
     target = Target.from_pretrained(path, dtype=torch.bfloat16)
     found = products(target)
-    assert {product.kind for product in found.values()} == {"int8" if kind == "Q8_0" else "int4"}
+    assert {of for product in found.values() for of in product.formats} == {STORED[kind]}
     torch.manual_seed(0)
     for name, product in found.items():
         dense = numbers(path, name, target)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tests.models.gguf.files import (
     FAMILIES,
-    K_SIZES,
+    HALVES,
     bpe_tokenizer,
     decoded,
     fill,
@@ -30,6 +30,7 @@ from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.header import read_header
 from volley.models.gguf.model import load_model
 from volley.models.gguf.target import stop_tokens
+from volley.models.targets.sampling_defaults import sampling_defaults
 from volley.models.targets.target import Target
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
@@ -68,7 +69,7 @@ def test_quantised_files_are_what_the_package_decodes(
 ) -> None:
     wide = (
         {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-        if kind in K_SIZES or kind == "mixed"
+        if kind in HALVES or kind == "mixed"
         else {}
     )
     model = random_model("llama", **wide)
@@ -148,6 +149,21 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
     assert is_gguf(renamed)
     assert not is_gguf(tmp_path)
     assert not is_gguf("org/name")
+
+
+def test_sampling_defaults_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = GGUFWriter.write_header_to_file
+
+    def with_sampling(writer: GGUFWriter, *args: Any) -> None:
+        for name, value in (("temp", 0.6), ("top_p", 0.95), ("penalty_repeat", 1.1)):
+            writer.add_float32(f"general.sampling.{name}", value)
+        writer.add_int32("general.sampling.top_k", 20)
+        finish(writer, *args)
+
+    monkeypatch.setattr(GGUFWriter, "write_header_to_file", with_sampling)
+    model = load_model(write_model(tmp_path / "model.gguf", random_model("llama"), "llama"), torch.float32)
+    own = {"temperature": 0.6, "top_p": 0.95, "repetition_penalty": 1.1, "top_k": 20}
+    assert sampling_defaults(model.generation_config) == own
 
 
 def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

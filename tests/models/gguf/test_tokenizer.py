@@ -10,6 +10,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
 from tests.models.gguf.files import add_tokenizer, bpe_tokenizer
+from volley.chat import own_template
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.splits import SPLITS, pre_tokenizer
@@ -100,6 +101,14 @@ def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> No
     chat = [{"role": "user", "content": "the then"}]
     assert found.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
     assert found.eos_token_id == own.eos_token_id
+
+
+def test_named_templates_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, own = GGUFWriter.add_chat_template, bpe_tokenizer().chat_template
+    named = [{"name": "default", "template": own}, {"name": "tool_use", "template": "{{ tools }}"}]
+    monkeypatch.setattr(GGUFWriter, "add_chat_template", lambda writer, _: add(writer, named))
+    found = load_gguf_tokenizer(write(tmp_path / "model.gguf"))
+    assert (own_template(found), own_template(found, with_tools=True)) == (own, "{{ tools }}")
 
 
 def test_tokenizer_files_beside_it_are_not_looked_at(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ way round; no weight is ever changed.
 speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden_state_layer_ids`` are the taps + 1, and with a
               reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
 transformers  the class that ``generate(speculation_type="dflash")`` drives: no embedding, no head, two other names
-dspark        DeepSpec's: z-lab's with ``markov_rank`` and two more tensors; read, and written in the speculators format
+dspark        DeepSpec's: z-lab's with ``markov_rank`` and, unless that is 0, two more tensors; read, and written in the
+              speculators format
 eagle3        EAGLE-3 drafters, as their authors publish them and as speculators writes them (``eagle_format.py``); read only
 gguf          llama.cpp's file (``gguf/drafter.py``)
 """
@@ -28,7 +29,13 @@ from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.eagle_format import from_eagle, is_eagle
 from volley.models.checkpoints.eagle_format import own_name as eagle_name
 from volley.models.checkpoints.gguf_drafter import obstacles_in_gguf, read_gguf, write_gguf
-from volley.models.checkpoints.variants import CONVOLUTION_KEYS, SELECTOR_KEYS, markov_head
+from volley.models.checkpoints.variants import (
+    ANCHOR_KEYS,
+    CONVOLUTION_KEYS,
+    SELECTOR_KEYS,
+    drafts_from_anchor,
+    markov_head,
+)
 from volley.models.checkpoints.variants import own_name as variant_name
 from volley.models.gguf.file import is_gguf
 from volley.tensors import load_tensors, save_tensors
@@ -47,8 +54,8 @@ TITLES: Mapping[Format, str] = {
 _TRANSFORMERS_TYPE = "muse_glimmer_assistant"  # the only DFlash assistant class that transformers has
 _MARKOV_NAMES = {f"head.markov_{name}.weight": f"markov_head.markov_{name}.weight" for name in ("w1", "w2")}
 _MARKOV_KEYS = {
-    "markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov",
-    "use_aux_hidden_state",
+    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "use_aux_hidden_state",
+    *ANCHOR_KEYS,
 }  # fmt: skip
 _CONFIDENCE = "confidence_head.proj."
 CONFIDENCE_BIAS = f"{_CONFIDENCE}bias"
@@ -63,7 +70,7 @@ _DFLASH2_KEYS = (*CONVOLUTION_KEYS, *SELECTOR_KEYS)
 _SPECULATORS_KEYS = {
     "architectures", "speculators_model_type", "speculators_config", "speculators_version", "transformer_layer_config",
     "draft_vocab_size", "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id",
-    "sliding_window_non_causal", "sample_from_anchor", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
+    "sliding_window_non_causal", "num_target_layers", "max_anchors", "tie_word_embeddings", "dtype",
     "torch_dtype", "transformers_version", "auto_map", "model_type", "target_fingerprint", "draft_window",
     *_MARKOV_KEYS,
 }  # fmt: skip
@@ -231,6 +238,10 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
         found.append("its logits are capped (final_logit_softcapping), which has no place there; zlab and gguf hold it")
     if form == "gguf":
         found += obstacles_in_gguf(config)
+    if form in ("sglang", "transformers", "gguf") and config.sample_from_anchor and config.head is None:
+        found.append(
+            "its anchor's slot drafts without a sequential head, which has no place there; speculators holds it"
+        )
     if form in ("sglang", "transformers"):
         if -1 in config.target_layer_ids:
             found.append("decoder layers alone are tapped there, not the embedding (tap -1)")
@@ -292,7 +303,8 @@ def _shape(config: DrafterConfig) -> dict[str, Any]:
 
 def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: tuple[str, ...]) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.block_size - 1}
-    algorithm, architecture = ("dflash", "DFlashSpeculator") if config.head is None else ("dspark", "DSparkSpeculator")
+    is_dspark = config.head is not None or config.sample_from_anchor
+    algorithm, architecture = ("dspark", "DSparkSpeculator") if is_dspark else ("dflash", "DFlashSpeculator")
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,
@@ -318,16 +330,15 @@ def _to_speculators(config: DrafterConfig, verifier: str | None, architectures: 
         "sample_from_anchor": config.sample_from_anchor,
         "num_target_layers": config.num_target_layers,
         "tie_word_embeddings": False,
-        **({} if config.head is None else _markov(config)),
+        **(_markov(config) if is_dspark else {}),
         **config.own_keys,
     }
 
 
 def _markov(config: DrafterConfig) -> dict[str, Any]:
-    assert config.head is not None
-    width = config.confidence_width
+    width, rank = config.confidence_width, 0 if config.head is None else config.head.rank
     confidence = {} if width is None else {"confidence_head_with_markov": width > config.hidden_size}
-    own = {"markov_rank": config.head.rank, "markov_head_type": "vanilla"}
+    own = {"markov_rank": rank, "markov_head_type": "vanilla"}
     return {**own, "enable_confidence_head": width is not None, **confidence}
 
 
@@ -337,9 +348,10 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"speculators_model_type is {kind!r}; volley reads 'dflash', 'dflash2', 'dspark' and 'eagle3'"
         )
-    if (kind == "dspark") != (raw.get("markov_rank") is not None):
+    rank = raw.get("markov_rank")
+    if rank is None if kind == "dspark" else rank:
         raise ConfigError(
-            f"speculators_model_type is {kind!r} with markov_rank {raw.get('markov_rank')!r}; only dspark has one"
+            f"speculators_model_type is {kind!r} with markov_rank {rank!r}; only dspark has one, 0 for plain DFlash"
         )
     # Fields that are empty or switched off are accepted: these files list every field of the program that wrote them.
     known = {*_SPECULATORS_KEYS, *(_DFLASH2_KEYS if kind == "dflash2" else ())}
@@ -379,16 +391,13 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]:
-    """z-lab's keys for a Markov head and for a block; ``anchored`` is what ``sample_from_anchor`` is where it is not given.
+    """z-lab's keys for a Markov head and for a block; ``anchored`` says whether the anchor's slot drafts if no key does.
 
     A block that samples from the anchor drafts as many tokens as it has slots: volley, which counts the anchor, has one more.
     """
-    head = None
-    if raw.get("markov_rank") is not None:
-        head = markov_head(raw)
-    from_anchor, size = raw.get("sample_from_anchor", anchored and head is not None), raw.get("block_size")
-    if not isinstance(from_anchor, bool) or (from_anchor and head is None):
-        raise ConfigError(f"sample_from_anchor is {from_anchor!r}; only DSpark drafters predict from the anchor's slot")
+    head = None if raw.get("markov_rank") is None else markov_head(raw)
+    said, size = drafts_from_anchor(raw), raw.get("block_size")
+    from_anchor = anchored if said is None else said
     larger = size + from_anchor if isinstance(size, int) else size
     return {"block_size": larger, "sample_from_anchor": from_anchor, **({} if head is None else {"head": head})}
 
@@ -399,7 +408,7 @@ def _from_dspark(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise ConfigError(f"dflash_config is {own!r}; it must be an object")
     block = {"block_size": own.get("block_size", raw.get("block_size"))}
-    nested = {key: value for key, value in {**taps, **own}.items() if key != "block_size"}
+    nested = {key: value for key, value in {**taps, **own}.items() if key not in ("block_size", *ANCHOR_KEYS)}
     rest = {key: value for key, value in raw.items() if key not in (*taps, *_MARKOV_KEYS)}
     return {
         "num_target_layers": None, **rest, **_head_and_block({**raw, **block}, anchored=True), "dflash_config": nested

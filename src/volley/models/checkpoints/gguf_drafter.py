@@ -92,7 +92,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
     head, rows = None, None
     if "markov_w1.weight" in file.names:
         head = HeadConfig(type="dspark", rank=file.shape("markov_w1.weight")[1])
-    from_anchor = head is not None and bool(file.get("sample_from_anchor", True))
+    from_anchor = bool(file.get("sample_from_anchor", head is not None))
     if "output.weight" in file.names:
         rows = file.shape("output.weight")[0]
     vocab_size = file.get("vocab_size") or file.num_tokens
@@ -225,7 +225,7 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
         keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     if config.draft_window:
         keys["draft_window"] = config.draft_window
-    if config.head is not None:
+    if config.head is not None or config.sample_from_anchor:
         keys |= {"sample_from_anchor": config.sample_from_anchor, "has_confidence_head": False}
     return keys
 

@@ -2,7 +2,8 @@
 
 DFlash 2   ``conv_*`` (``convolution.py``) and ``selector_*`` (``heads.Selector``), all in ``dflash_config``
 DSpark     SpecForge's: ``projector_type: dspark`` with ``markov_rank`` in ``dflash_config``
-Domino     ``projector_type: domino`` with the head's sizes (``domino.py``); with ``shift_label`` the anchor's slot drafts too
+Domino     ``projector_type: domino`` with the head's sizes (``domino.py``)
+anchor     any of :data:`ANCHOR_KEYS` in ``dflash_config``: the anchor's slot drafts too, as in DeepSeek's DFlash drafters
 causal     ``is_causal``, or ``dflash_config.causal``: every slot sees only the slots before it
 """
 
@@ -13,6 +14,8 @@ from volley.errors import ConfigError
 
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
+ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
+"""Each says that every slot predicts the token behind it, so that the anchor's own slot drafts the first token."""
 _GATES = [f"{name}_proj.{part}" for name in ("gate", "joint") for part in ("weight", "bias")]
 _MARKOV_HEADS = {"vanilla": "dspark", "gated": "gated", "rnn": "rnn"}
 _TENSORS = {
@@ -25,7 +28,6 @@ _TENSORS = {
 _HEAD_KEYS = {
     "projector_type", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
     "confidence_head_alpha", "attention_mode", *SELECTOR_KEYS, "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len",
-    "shift_label",
 }  # fmt: skip
 
 
@@ -34,12 +36,28 @@ def own_name(name: str) -> str:
     return f"head.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else _TENSORS.get(name, name)
 
 
-def markov_head(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The head of DSpark's keys in ``raw``."""
+def markov_head(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The head of DSpark's keys in ``raw``; ``None`` for rank 0, which is DFlash."""
+    rank = raw["markov_rank"]
+    if rank == 0 and not isinstance(rank, bool):
+        return None
     kind = raw.get("markov_head_type", "vanilla")
     if kind not in _MARKOV_HEADS:
         raise ConfigError(f"markov_head_type is {kind!r}; volley reads 'vanilla', 'gated' and 'rnn'")
-    return {"type": _MARKOV_HEADS[kind], "rank": raw["markov_rank"]}
+    return {"type": _MARKOV_HEADS[kind], "rank": rank}
+
+
+def drafts_from_anchor(raw: Mapping[str, Any]) -> bool | None:
+    """What :data:`ANCHOR_KEYS` in ``raw`` and in its ``dflash_config`` say; ``None`` if they say nothing."""
+    nested = raw.get("dflash_config")
+    places = (raw, nested) if isinstance(nested, Mapping) else (raw,)
+    said = {key: place[key] for place in places for key in ANCHOR_KEYS if place.get(key) is not None}
+    for key, value in said.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; it must be true or false")
+    if len(set(said.values())) > 1:
+        raise ConfigError(f"{' and '.join(said)} contradict each other; each says whether the anchor's slot drafts")
+    return next(iter(said.values()), None)
 
 
 def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,13 +65,15 @@ def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     dflash = raw.get("dflash_config")
     if not isinstance(dflash, Mapping):
         return dict(raw)
-    nested = {key: value for key, value in dflash.items() if key not in {*_HEAD_KEYS, *CONVOLUTION_KEYS, "causal"}}
-    own = {key: value for key, value in raw.items() if key not in ("is_causal", "emb_dim")} | {"dflash_config": nested}
+    others = {*_HEAD_KEYS, *ANCHOR_KEYS, *CONVOLUTION_KEYS, "causal"}
+    nested = {key: value for key, value in dflash.items() if key not in others}
+    own = {key: value for key, value in raw.items() if key not in ("is_causal", "emb_dim", *ANCHOR_KEYS[1:])}
+    own["dflash_config"] = nested
     own |= {key: dflash[key] for key in CONVOLUTION_KEYS if key in dflash}
     head = _head(dflash)
     if head is not None:
         own["head"] = head
-    if head is not None and head["type"] == "domino" and dflash.get("shift_label"):
+    if drafts_from_anchor({**raw, "sample_from_anchor": None}):  # volley's own key at the top comes with volley's count
         size = nested.pop("block_size", raw.get("block_size"))  # slots, each of which drafts a token
         own |= {"sample_from_anchor": True, "block_size": size + 1 if isinstance(size, int) else size}
     causal, layers = raw.get("is_causal"), raw.get("num_hidden_layers")

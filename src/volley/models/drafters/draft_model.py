@@ -150,7 +150,7 @@ class DraftModel:
         embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
         if decoder is not None and decoder.serves(store) and not causal:
             cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
-            final, _ = decoder(embeddings, (cos[:, 0], sin[:, 0]), batch, store)
+            final, _ = decoder(embeddings, [(cos[:, 0], sin[:, 0])], batch, store)
             normed: Tensor = drafter.norm(final)
             return normed
         places = None

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from volley.errors import CheckpointError, ConfigError
 from volley.files import weight_files, write_atomically
 from volley.memory import kernels
+from volley.memory.attention import AttentionOptions
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import drafter_folder, read_checkpoint
 from volley.models.drafters.convolution import BlockConvolution
@@ -285,7 +286,7 @@ class Drafter(nn.Module):
         if is_plain and kernels.usable(device):
             self.join()
         elif is_plain and device.type == "cpu" and all(fits(layer, weights) for layer in layers):
-            shape = layer_shape(layers[0], self.config.head_dim**-0.5)
+            shape = layer_shape(layers[0], AttentionOptions(self.config.head_dim**-0.5))
             self.fused = ([], shape)
             for layer in layers:
                 products = products_of(layer, weights, files)
@@ -302,8 +303,8 @@ class Drafter(nn.Module):
 
     def join(self, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of) -> None:
         """Compute each layer in few operations, with matrices of which its own weights become views, or other products."""
-        scale = self.config.head_dim**-0.5
-        self.joined = [JoinedWeights(layer, layer_shape(layer, scale), join) for layer in self._layers()]
+        options = AttentionOptions(self.config.head_dim**-0.5)
+        self.joined = [JoinedWeights(layer, layer_shape(layer, options), join) for layer in self._layers()]
 
     @property
     def _has_plain_layers(self) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from volley.errors import CheckpointError
-from volley.models.gguf.codes import EMBEDDING, EXACT, HEAD, FileCodes, describe, plan
+from volley.models.gguf.codes import EMBEDDING, HEAD, FileCodes, describe, plan
 from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.gguf.target import (
     change_of,
@@ -25,8 +25,18 @@ from volley.models.layers.fingerprint import stride
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.native import Weights
+from volley.native.formats import STORED
 
 log = logging.getLogger("volley")
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Keys below ``general.sampling`` that llama.cpp's converter writes, and transformers' names."""
 
 
 class UnreadWeights:
@@ -75,8 +85,8 @@ class UnreadWeights:
         kinds = plan(self._file, weights)
         for weight, (name, *_) in self._unread.items():
             modules = [module for module, _ in self._places[weight]]
-            is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
-            kind = EXACT.get(self._file.type(name)) if is_embedding else kinds.get(name)
+            is_embedding = all(isinstance(module, nn.Embedding) for module in modules)  # and no head as well
+            kind = STORED.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
                 if kind is not None and weight not in self._changes and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
@@ -115,6 +125,13 @@ class UnreadWeights:
         return found
 
 
+def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
+    """Set what a GGUF file says of sampling. Its numbers have single precision, so 0.6 is rounded back."""
+    for key, name in _SAMPLING.items():
+        if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
+            setattr(config, name, float(f"{value:.6g}") if isinstance(value, float) else value)
+
+
 def open_model(
     path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str | None = None
 ) -> tuple[PreTrainedModel, UnreadWeights]:
@@ -126,6 +143,7 @@ def open_model(
     model.tie_weights()
     scale_frequencies(file, model)
     model.generation_config.eos_token_id = stop_tokens(file) or None
+    _read_sampling(file, model.generation_config)
     unread = UnreadWeights(model, file, weights)
     said = _decoding(file, dtype) if weights == "bf16" else describe(file, weights)
     if said:

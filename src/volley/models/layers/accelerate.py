@@ -1,7 +1,7 @@
 """Fewer and cheaper operations. Only the instances' ``forward`` is replaced.
 
 On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
-In bf16 decoder layers of the Llama and Qwen kind run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
+In bf16 decoder layers with gated MLPs run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
 projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid
 out for the machine. RMS norms written out in Python become one operation, and experts half as many, in fp32 too. What is replaced
 holds copies of the weights, which go stale if these are trained further.
@@ -19,14 +19,23 @@ from transformers import PreTrainedModel
 
 from volley import native
 from volley.memory import kernels
+from volley.models.layers.embeddings import Lookup, scale_of
 from volley.models.layers.experts import group_experts
 from volley.models.layers.fingerprint import sample
-from volley.models.layers.fused import LINEAR, FusedLayer, layers_with_rotary
+from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
 from volley.models.layers.joined import join_layers
-from volley.models.layers.products import Float8Product, Product, codes_of, has_bf16_products, is_linear, make_product
-from volley.models.layers.residency import MappedFiles, trim
+from volley.models.layers.norms import STYLES, eps_of, style_of
+from volley.models.layers.products import (
+    Float8Product,
+    Product,
+    codes_of,
+    has_bf16_products,
+    inputs_of,
+    is_linear,
+    make_product,
+)
+from volley.models.layers.residency import MappedFiles, StackedRows, trim
 from volley.native import Weights
-from volley.native.codes import CodeSource
 
 log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
@@ -85,7 +94,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         )
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
-    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, files, fill)
+    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, weights, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
     reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
@@ -118,7 +127,7 @@ def _tell_share(model: nn.Module, weights: Weights) -> None:
         size = product.outputs * product.inputs
         coded, other = (coded + size, other) if product.kind != "bf16" else (coded, other + size)
     for module in model.modules():
-        own = [] if type(module) is nn.Embedding else list(module.parameters(recurse=False))
+        own = [] if isinstance(module, nn.Embedding) else list(module.parameters(recurse=False))
         other += sum(weight.numel() for weight in own if weight.dim() > 1 and weight.device.type != "meta")
     share = coded / max(coded + other, 1)
     if share < _MOST:
@@ -140,13 +149,19 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     return {head}
 
 
-def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
-    """Look the rows of an embedding up in the codes that a file has them in, unless it is the head's as well."""
+def _replace_embedding(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    """Look the rows of an embedding up in codes, unless it is the head's as well: the file's, or int8 beside layers in codes."""
     embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
+    scale = None if embedding is None else scale_of(embedding)
+    if files is None or weights == "bf16" or scale is None or not isinstance(embedding, nn.Embedding):
         return set()
-    codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
-    embedding.forward = native.Product(embedding.weight, None, codes.kind, codes).rows  # type: ignore[method-assign, assignment]
+    if embedding.weight.device.type == "meta" and not hasattr(embedding, "stored_codes"):
+        fill(embedding)
+    stored = codes_of([embedding])
+    if not native.fits(embedding.weight, "int8", inputs_of(stored)):
+        return set()
+    rows = StackedRows([embedding.weight], files)
+    embedding.forward = Lookup(native.Product(rows, None, "int8", stored), scale)  # type: ignore[assignment]
     release_weight(embedding, files)
     return {embedding}
 
@@ -178,6 +193,7 @@ def _products(model: nn.Module) -> set[native.Product]:
             found.update(forward.weights.products)
         else:
             owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
+            owner = owner.product if isinstance(owner, Lookup) else owner
             found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
@@ -198,7 +214,9 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
         layer.forward = fused
         done.update(layer.modules())
         if files is not None:
-            for name in LINEAR:
+            parts = LayerParts.of(layer)
+            assert parts is not None
+            for name in parts.linear:
                 release_weight(layer.get_submodule(name), files)
             trim()
     return done
@@ -232,12 +250,16 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
     """One linear layer of ``model``, whose weight may be that of an embedding as well."""
     product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
     layer.forward = product  # type: ignore[method-assign, assignment]
-    tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
+    sharing = [
+        module for module in model.modules() if module is not layer and module._parameters.get("weight") is layer.weight
+    ]
+    scales = [(module, scale) for module in sharing if (scale := scale_of(module)) is not None]
+    tied = [module for module, _ in scales]
     if files is None or (tied and not isinstance(product, native.Product)):
         return
-    for embedding in tied:
+    for embedding, scale in scales:
         assert isinstance(product, native.Product)
-        embedding.forward = product.rows  # type: ignore[method-assign, assignment]
+        embedding.forward = Lookup(product, scale)
     for module in (layer, *tied):
         release_weight(module, files)
 
@@ -248,22 +270,27 @@ def _shorten(module: nn.Module) -> bool:
 
 
 def _fuse_norm(norm: nn.Module) -> bool:
-    """Use the fused norm if it computes what this module computes (Gemma's, for one, scales by 1 + weight)."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if not isinstance(weight, Tensor | None) or not isinstance(eps, float):
+    """Use the fused norm if it computes what this module computes."""
+    weight, eps = getattr(norm, "weight", None), eps_of(norm)
+    if not isinstance(weight, Tensor | None) or eps is None:
         return False
     if weight is not None and weight.device.type != "cpu":
         return False
-    scale = None if weight is None else weight.detach()
-    kind = torch.float32 if scale is None else scale.dtype
+    style = STYLES[0] if weight is None else style_of([norm])
+    if style is None:
+        return False
+    kind = torch.float32 if weight is None else weight.dtype
     has_kernel = native.is_built if kind == torch.float32 else native.available and kind == torch.bfloat16
+    if style != STYLES[0] and not has_kernel:
+        return False
+    scale = None if weight is None else style.scale(weight)
 
     def forward(x: Tensor) -> Tensor:
         if has_kernel and x.dtype == kind and x.is_cpu and x.is_contiguous():
-            return native.rms_norm(x, scale, eps)
-        return rms_norm(x, x.shape[-1:], scale, eps)
+            return native.rms_norm(x, scale, eps, rounds=style.rounds)
+        return rms_norm(x, x.shape[-1:], scale, eps) if weight is None or style == STYLES[0] else style(x, weight, eps)
 
-    dtype, size = (torch.bfloat16, 16) if scale is None else (scale.dtype, len(scale))
+    dtype, size = (torch.bfloat16, 16) if weight is None else (weight.dtype, len(weight))
     rounding = max(2 * torch.finfo(dtype).eps, 1e-6)
     with torch.no_grad():
         probe = torch.linspace(-2, 3, 4 * size, dtype=dtype).view(4, -1)

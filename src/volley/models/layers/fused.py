@@ -1,20 +1,24 @@
-"""Decoder layers of the Llama and Qwen kind: recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
+"""Decoder layers of transformers, recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
 
-A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire
-as before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one
-call where K and V lie in bf16 pages.
+A family is a description (:class:`LayerParts`, :class:`LayerShape`, :class:`Rotary`): its norms and how they round, its
+activation, scales and caps, and each layer's window and rotary embedding.
+
+A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire as
+before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one call
+where K and V lie in bf16 pages.
 """
 
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from inspect import signature
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Self
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from volley import native
@@ -22,44 +26,146 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
-from volley.models.layers.products import codes_of, group_of, is_linear
+from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
+from volley.models.layers.products import codes_of, inputs_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
-from volley.native import Product, Weights
+from volley.native import Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
 
 _TOLERANCE = 2**-6
 _ASKING = Lock()  # transformers' table of attention functions is one for all threads
-_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_JOINED = (_PROJECTIONS[:3], _PROJECTIONS[3:], _GATED[:2], _GATED[2:])
-LINEAR = (*_PROJECTIONS, *_GATED)
-"""The linear layers whose weights a fused layer holds."""
+Cosines = tuple[Tensor, Tensor]
+"""Cosines and sines of a rotary embedding, as transformers has them."""
+
+# -- what a layer is made of --------------------------------------------------------------------------------------------
+
+_NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
+    frozenset(name for name in names if name): names
+    for names in (
+        ("input_layernorm", None, "post_attention_layernorm", None),
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    )
+}
+"""Names of the norms before and behind attention, and before and behind the MLP, by all those that a layer has."""
+_JOINED = (
+    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
+    (("self_attn.o_proj",),),
+    (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
+    (("mlp.down_proj",),),
+)
+"""Linear layers that read the same input, by the names that families give them, in the order of their outputs."""
 
 
-def layer_weights(layer: Any, join: Callable[[Sequence[nn.Linear]], P]) -> LayerWeights[P]:
-    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike."""
-    attention = layer.self_attn
-    normed = hasattr(attention, "q_norm")
-    joined = [join([layer.get_submodule(name) for name in names]) for names in _JOINED]
-    return LayerWeights(
-        layer.input_layernorm.weight.detach(),
-        layer.post_attention_layernorm.weight.detach(),
-        attention.q_norm.weight.detach() if normed else None,
-        attention.k_norm.weight.detach() if normed else None,
-        *joined,
+class LayerParts(NamedTuple):
+    """Names of the modules that a decoder layer consists of."""
+
+    norms: tuple[str | None, ...]
+    """Before and behind attention, before and behind the MLP."""
+    head_norms: tuple[str, ...]
+    """Of queries and keys, if there are any."""
+    joined: tuple[tuple[str, ...], ...]
+    """Linear layers that read the same input."""
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "LayerParts | None":
+        """The parts of a layer with attention and a gated MLP; ``None`` if it has others."""
+        modules = dict(layer.named_modules())
+        own = {name for name, part in layer.named_children() if next(part.parameters(), None) is not None}
+        norms = _NORMS.get(frozenset(own - {"self_attn", "mlp"}))
+        found = [next((names for names in choice if names[0] in modules), ()) for choice in _JOINED]
+        if (
+            norms is None
+            or not {"self_attn", "mlp"} <= own
+            or not all(map(_alike, ([modules.get(name) for name in names] for names in found)))
+        ):
+            return None
+        inside = {
+            name
+            for name in modules
+            if name.startswith(("self_attn.", "mlp."))
+            and next(modules[name].parameters(recurse=False), None) is not None
+        }
+        head_norms = inside - {name for names in found for name in names}
+        named = ("self_attn.q_norm", "self_attn.k_norm")
+        if head_norms not in (set(), set(named)):
+            return None
+        return cls(norms, named if head_norms else (), tuple(found))
+
+    @property
+    def linear(self) -> list[str]:
+        """Names of the linear layers, whose weights a fused layer holds."""
+        return [name for names in self.joined for name in names]
+
+    @property
+    def is_llamas(self) -> bool:
+        """Whether they are those of Llama or Qwen, by name."""
+        return self.norms[1] is None is self.norms[3] and self.joined == tuple(choice[0] for choice in _JOINED)
+
+    def all_norms(self, layer: nn.Module) -> list[nn.Module]:
+        return [layer.get_submodule(name) for name in (*self.norms, *self.head_norms) if name is not None]
+
+
+def _alike(layers: Sequence[nn.Module | None]) -> bool:
+    """Whether they are linear layers that can be joined."""
+    return (
+        bool(layers)
+        and all(is_linear(layer) for layer in layers)
+        and len({getattr(layer, "bias", None) is None for layer in layers}) == 1
     )
 
 
-def products_of(layer: Any, weights: Weights, files: MappedFiles | None = None) -> LayerWeights[Product]:
+def is_gated_layer(layer: nn.Module) -> bool:
+    """Whether a layer is built like Llama's or Qwen's."""
+    parts = LayerParts.of(layer)
+    return parts is not None and parts.is_llamas
+
+
+def layer_weights(
+    layer: Any, join: Callable[[Sequence[nn.Linear]], P], style: NormStyle = STYLES[0]
+) -> LayerWeights[P]:
+    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike."""
+    parts = LayerParts.of(layer)
+    assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
+    norms = [_scale(layer, name, style) for name in (*parts.norms, *(parts.head_norms or (None, None)))]
+    project, output, gate_up, down = (join([layer.get_submodule(name) for name in names]) for names in parts.joined)
+    return LayerWeights(
+        before_attention=norms[0],
+        behind_attention=norms[1],
+        before_mlp=norms[2],
+        behind_mlp=norms[3],
+        query_norm=norms[4],
+        key_norm=norms[5],
+        sinks=getattr(layer.self_attn, "sinks", None),
+        project=project,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+    )
+
+
+def _scale(layer: nn.Module, name: str | None, style: NormStyle) -> Tensor | None:
+    return None if name is None else style.scale(layer.get_submodule(name).get_parameter("weight"))
+
+
+def products_of(
+    layer: Any, weights: Weights, files: MappedFiles | None = None, style: NormStyle = STYLES[0]
+) -> LayerWeights[Product]:
     """Copies of the weights of a decoder layer; those read from ``files`` leave memory on the way."""
 
     def join(layers: Sequence[nn.Linear]) -> Product:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         rows = StackedRows([layer.weight for layer in layers], files)
-        stored = None if weights == "bf16" else codes_of(layers)
+        stored = [] if weights == "bf16" else codes_of(layers)
         return Product(rows, torch.cat(biases) if biases else None, weights, stored)
 
-    return layer_weights(layer, join)
+    return layer_weights(layer, join, style)
 
 
 def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
@@ -67,26 +173,38 @@ def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def layer_shape(layer: Any, scale: float) -> LayerShape:
-    attention, dim = layer.self_attn, layer.self_attn.head_dim
-    norm = layer.input_layernorm
+def layer_shape(
+    layer: Any, options: AttentionOptions, style: NormStyle = STYLES[0], activation: Activation = "silu"
+) -> LayerShape:
+    """The shape of a layer that has :class:`LayerParts`."""
+    parts = LayerParts.of(layer)
+    assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
+    project, _, _, down = ([layer.get_submodule(name) for name in names] for names in parts.joined)
+    dim, heads = layer.self_attn.head_dim, layer.self_attn.o_proj.in_features // layer.self_attn.head_dim
+    eps = eps_of(parts.all_norms(layer)[0])
+    assert eps is not None
     return LayerShape(
-        hidden=norm.weight.shape[0],
-        heads=attention.q_proj.out_features // dim,
-        shared=attention.k_proj.out_features // dim,
+        hidden=project[0].in_features,
+        heads=heads,
+        shared=(sum(part.out_features for part in project) // dim - heads) // 2,
         dim=dim,
-        inner=layer.mlp.up_proj.out_features,
-        eps=norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps,
-        scale=scale,
+        inner=down[0].in_features,
+        eps=eps,
+        scale=options.scale,
+        rounds=style.rounds,
+        activation=activation,
+        residual=float(getattr(layer, "residual_multiplier", 1.0)),
+        softcap=options.softcap,
     )
 
 
 def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
-    """Whether a layer is built like Llama's or Qwen's, of sizes that the kernels for a CPU take."""
+    """Whether a layer has parts and sizes that the kernels for a CPU take."""
+    parts = LayerParts.of(layer)
     return (
-        is_gated_layer(layer)
+        parts is not None
         and not getattr(layer.self_attn, "head_dim", 1) % 16
-        and all(_fit(layer, names, weights) for names in _JOINED)
+        and all(_fit(layer, names, weights) for names in parts.joined)
     )
 
 
@@ -95,28 +213,34 @@ def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
     if all(native.fits(module.weight, weights) for module in linear):
         return True
-    group = group_of(codes_of(linear))
-    return all(native.fits(module.weight, weights, group) for module in linear)
+    inputs = inputs_of(codes_of(linear))
+    return all(native.fits(module.weight, weights, inputs) for module in linear)
 
 
-def is_gated_layer(layer: nn.Module) -> bool:
-    """Whether a layer is built like Llama's or Qwen's."""
-    modules = dict(layer.named_modules())
-    if set(dict(layer.named_children())) != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
-        return False
-    linear = [modules.get(name) for name in LINEAR]
-    if not all(is_linear(module) for module in linear):
-        return False
-    attention: Any = layer.self_attn
-    norms = {name for name, _ in attention.named_children()} - {"q_proj", "k_proj", "v_proj", "o_proj"}
-    dim = getattr(attention, "head_dim", 0)
-    return (
-        norms in (set(), {"q_norm", "k_norm"})
-        and all(getattr(attention, name).weight.shape == (dim,) for name in norms)
-        and all((modules[a].bias is None) == (modules[_PROJECTIONS[0]].bias is None) for a in _PROJECTIONS[:3])
-        and all((modules[a].bias is None) == (modules[_GATED[0]].bias is None) for a in _GATED[:2])
-        and all(hasattr(getattr(layer, name), "weight") for name in ("input_layernorm", "post_attention_layernorm"))
-    )
+# -- rotary embeddings --------------------------------------------------------------------------------------------------
+
+
+class Rotary(NamedTuple):
+    """How a layer turns queries and keys."""
+
+    kind: str | None
+    """Its type of layer, if the model has a rotary embedding for each type."""
+    is_half: bool
+    """Cosines and sines are given for one half of a head alone (gpt-oss)."""
+
+    def __call__(self, given: Cosines) -> Cosines:
+        """Cosines and sines ``[T, width]`` of the numbers that are turned, of those that the model gives."""
+        cos, sin = given
+        return (torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)) if self.is_half else given
+
+
+PLAIN = Rotary(None, is_half=False)
+
+
+def turns_of(rotary: Any, kind: str | None, states: Tensor, positions: Tensor) -> Cosines:
+    """Cosines and sines ``[1, T, width]`` of a model's rotary embedding for layers of this type."""
+    turns: Cosines = rotary(states, positions) if kind is None else rotary(states, positions, kind)
+    return turns
 
 
 def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
@@ -128,46 +252,78 @@ def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
     return [(layer, rotary) for layer in layers]
 
 
-class Recognised(NamedTuple):
-    """What a layer of transformers' makes of some states, and how."""
+# -- recognised by trying -----------------------------------------------------------------------------------------------
 
-    states: Tensor
-    turns: tuple[Tensor, Tensor]
+
+class _Tried(NamedTuple):
+    """What a layer of transformers' makes of some states."""
+
+    turns: Cosines
     options: AttentionOptions
+    split: tuple[Tensor, ...]
+    """Queries, keys and values ``[T, heads or shared, d]`` that it gives to attention."""
+    mixed: Tensor
+    """What attention gave back, ``[T, heads · d]``."""
     output: Tensor
 
 
-def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
-    """Try a layer that is built like Llama's or Qwen's; ``None`` if it is not, or is called otherwise.
+class Recognised(NamedTuple):
+    """What a layer of transformers' makes of ``states [1, T, H]``, and how."""
 
-    ``None`` too where only a part of each head is turned, or scores are capped or have sinks: no kernel does that.
-    """
+    states: Tensor
+    turns: Cosines
+    options: AttentionOptions
+    split: tuple[Tensor, ...]
+    mixed: Tensor
+    output: Tensor
+    style: NormStyle
+    activation: Activation
+    rotaries: tuple[Rotary | None, ...]
+    """How it may turn queries and keys; ``None``: not at all."""
+
+    def shape(self, layer: nn.Module) -> LayerShape:
+        return layer_shape(layer, self.options, self.style, self.activation)
+
+    def is_llamas(self, layer: nn.Module) -> bool:
+        """Whether it computes as Llama's or Qwen's layers do, if it turns whole heads."""
+        shape = self.shape(layer)
+        plain = shape.activation == "silu" and shape.residual == 1.0 and not self.style.offset
+        is_usual = self.options.softcap is None and self.options.sinks is None
+        return is_gated_layer(layer) and plain and is_usual and self.turns[0].shape[-1] == shape.dim
+
+
+def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
+    """Try a layer that has :class:`LayerParts`; ``None`` if it is called otherwise, or its parts compute something else."""
     attention: Any = getattr(layer, "self_attn", None)
-    if not (is_gated_layer(layer) and hasattr(attention, "config") and hasattr(attention, "layer_idx")):
+    parts = LayerParts.of(layer)
+    if parts is None or not all(hasattr(attention, name) for name in ("config", "layer_idx", "head_dim")):
         return None
-    if not _is_silu(layer.mlp):
+    style, activation = style_of(parts.all_norms(layer)), _activation(layer.mlp)
+    if style is None or activation is None:
         return None
-    weight = attention.q_proj.weight
+    weight = layer.get_submodule(parts.joined[0][0]).get_parameter("weight")
     states = torch.randn(1, 6, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    tried = _try(layer, rotary, states)
+    by_type = "layer_type" in signature(rotary.forward).parameters
+    kind = attention.config.layer_types[attention.layer_idx] if by_type else None
+    tried = _try(layer, rotary, kind, states)
     if tried is None:
         return None
-    seen = Recognised(states, *tried)
-    is_plain = seen.options.softcap is None and seen.options.sinks is None
-    return seen if is_plain and seen.turns[0].shape[-1] == attention.head_dim else None
+    is_half = 2 * tried.turns[0].shape[-1] == attention.head_dim
+    rotaries = (Rotary(kind, is_half=False), *([Rotary(kind, is_half=True)] if is_half else []), None)
+    return Recognised(states, *tried, style, activation, rotaries)
 
 
 class LayerForward(ABC):
     """The forward of one of transformers' decoder layers; hooks fire as before."""
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
+    def __init__(self, layer: nn.Module, seen: Recognised, rotary: Rotary | None) -> None:
         self.attention: Any = layer.self_attn
-        self.options = options
-        self.shape = layer_shape(layer, options.scale)
+        self.options, self.rotary = seen.options, rotary
+        self.shape = seen.shape(layer)
 
     @abstractmethod
-    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+    def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
+        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; cosines and sines: ``[T, width]``."""
 
     @abstractmethod
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
@@ -175,15 +331,14 @@ class LayerForward(ABC):
 
     @torch.no_grad()
     def computes(self, seen: Recognised) -> bool:
-        """Whether it makes of the states what the layer itself makes."""
-
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return _causal(q, k, v, options.scale)[0]
-
-        found = self(seen.states, position_embeddings=seen.turns, volley_call=attend)
+        """Whether it makes of the states what the layer itself makes, before attention and after it."""
+        rows = self._split(self.before(seen.states[0], self._turned(seen.turns, seen.states)))
+        for own, theirs in zip(rows, seen.split, strict=True):
+            if (own - theirs).float().norm() > _TOLERANCE * theirs.float().norm():
+                return False
+        found = self.after(seen.states[0], seen.mixed)
         change = (seen.output - seen.states).float().norm()
-        return bool((found - seen.output).float().norm() <= _TOLERANCE * change)
+        return bool((found - seen.output[0]).float().norm() <= _TOLERANCE * change)
 
     def __call__(
         self,
@@ -197,14 +352,23 @@ class LayerForward(ABC):
         assert position_embeddings is not None, "a decoder layer is given its rotary embedding"
         size, shape = self.shape, hidden_states.shape
         states = hidden_states.reshape(-1, size.hidden)
-        cos, sin = (x.expand(*shape[:2], -1).reshape(-1, size.dim) for x in position_embeddings)
-        rows = self.before(states, cos, sin)
-        split = torch.split(rows, [size.heads, size.shared, size.shared], dim=1)
+        rows = self.before(states, self._turned(position_embeddings, hidden_states))
+        split = self._split(rows)
         if "volley_call" in options:
             mixed = options["volley_call"](self.attention.layer_idx, *split, self.options)
         else:
             mixed = self._dense(split, shape[0], attention_mask, past_key_values, options)
         return self.after(states, mixed.reshape(len(rows), -1)).view(shape)
+
+    def _turned(self, given: Cosines, states: Tensor) -> Cosines | None:
+        """Cosines and sines of each row of ``states [B, T, H]``."""
+        if self.rotary is None:
+            return None
+        cos, sin = (x.expand(*states.shape[:2], -1).reshape(-1, x.shape[-1]) for x in given)
+        return self.rotary((cos, sin))
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(rows, [self.shape.heads, self.shape.shared, self.shape.shared], dim=1)
 
     def _dense(
         self, split: Sequence[Tensor], batch: int, mask: Tensor | None, past_key_values: Any, options: dict[str, Any]
@@ -215,7 +379,11 @@ class LayerForward(ABC):
             keys, values = past_key_values.update(keys, values, self.attention.layer_idx)
         eager = getattr(sys.modules[type(self.attention).__module__], "eager_attention_forward", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.attention.config._attn_implementation, eager)
-        settings = {"scaling": self.options.scale, "sliding_window": self.options.window}
+        settings: dict[str, Any] = {"scaling": self.options.scale, "sliding_window": self.options.window}
+        if self.options.softcap is not None:
+            settings["softcap"] = self.options.softcap
+        if self.options.sinks is not None:
+            settings["s_aux"] = self.options.sinks
         mixed: Tensor = attend(self.attention, queries, keys, values, mask, **settings, **options)[0]
         return mixed
 
@@ -223,8 +391,8 @@ class LayerForward(ABC):
 class FusedLayer(LayerForward, Generic[P]):
     """A layer in volley's kernels for a CPU."""
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions, weights: LayerWeights[P]) -> None:
-        super().__init__(layer, options)
+    def __init__(self, layer: nn.Module, seen: Recognised, rotary: Rotary | None, weights: LayerWeights[P]) -> None:
+        super().__init__(layer, seen, rotary)
         self.weights = weights
 
     @staticmethod
@@ -240,31 +408,49 @@ class FusedLayer(LayerForward, Generic[P]):
         seen = recognise(layer, rotary)
         if seen is None:
             return None
-        if not FusedLayer(layer, seen.options, layer_weights(layer, _side_by_side)).computes(seen):
-            return None
-        return FusedLayer(layer, seen.options, products_of(layer, weights, files))
+        own = layer_weights(layer, _side_by_side, seen.style)
+        for turning in seen.rotaries:
+            if FusedLayer(layer, seen, turning, own).computes(seen):
+                return FusedLayer(layer, seen, turning, products_of(layer, weights, files, seen.style))
+        return None
 
-    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
         of, size = self.weights, self.shape
-        rows = of.project(native.rms_norm(states, of.first_norm, size.eps))
-        native.norm_and_turn(rows, of.norms, cos, sin, size.heads, size.shared, size.eps)
-        return rows.view(len(rows), -1, size.dim)
+        rows = of.project(self._norm(states, of.before_attention)).view(len(states), -1, size.dim)
+        turned = None if turns is None else Turns(*turns)
+        native.norm_and_turn(rows, of.norms, turned, size.heads, size.shared, size.eps, rounds=size.rounds)
+        return rows
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         of = self.weights
-        states = states + of.output(mixed)
-        gated = native.gated_silu(of.gate_up(native.rms_norm(states, of.second_norm, self.shape.eps)))
-        return states + of.down(gated)
+        states = self._add(states, of.output(mixed), of.behind_attention)
+        gated = native.gated(of.gate_up(self._norm(states, of.before_mlp)), self.shape.activation)
+        return self._add(states, of.down(gated), of.behind_mlp)
+
+    def _norm(self, states: Tensor, weight: Tensor | None) -> Tensor:
+        return states if weight is None else native.rms_norm(states, weight, self.shape.eps, rounds=self.shape.rounds)
+
+    def _add(self, states: Tensor, update: Tensor, weight: Tensor | None) -> Tensor:
+        update = self._norm(update, weight)
+        return states + (update if self.shape.residual == 1.0 else update * self.shape.residual)
 
 
 class FusedDecoder:
     """All layers of a model in one call."""
 
     def __init__(
-        self, layers: Sequence[LayerWeights[Product]], shape: LayerShape, windows: Sequence[int | None]
+        self,
+        layers: Sequence[LayerWeights[Product]],
+        shape: LayerShape,
+        windows: Sequence[int | None],
+        rotaries: Sequence[Rotary | None] = (),
     ) -> None:
-        """``windows``: each layer's, as :class:`AttentionOptions` has it."""
-        self._decoder = Decoder(layers, shape)
+        """Each layer's window, as :class:`AttentionOptions` has it, and how it turns; usually as Llama's layers do."""
+        own = rotaries or [PLAIN] * len(layers)
+        self.rotaries = list(dict.fromkeys(rotary for rotary in own if rotary is not None))
+        """What :meth:`__call__` is to be given cosines and sines for."""
+        turns = [-1 if rotary is None else self.rotaries.index(rotary) for rotary in own]
+        self._decoder = Decoder(layers, shape, turns)
         self._scale = shape.scale
         self._attends = attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
@@ -279,7 +465,8 @@ class FusedDecoder:
         found = [forward for forward in fused if isinstance(forward, FusedLayer)]
         if not found or len(found) < len(fused) or any(layer.shape != found[0].shape for layer in found):
             return None
-        return cls([layer.weights for layer in found], found[0].shape, [layer.options.window for layer in found])
+        windows, rotaries = [layer.options.window for layer in found], [layer.rotary for layer in found]
+        return cls([layer.weights for layer in found], found[0].shape, windows, rotaries)
 
     def serves(self, store: KVStore) -> bool:
         """Whether K and V in ``store`` are where the kernels read them."""
@@ -288,21 +475,23 @@ class FusedDecoder:
     def __call__(
         self,
         states: Tensor,
-        turns: tuple[Tensor, Tensor],
+        turns: Sequence[Cosines],
         batch: RaggedBatch,
         store: KVStore,
         tapped: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """States ``[T, H]`` after the last layer, of embeddings ``[T, H]``; ``turns`` are cosines and sines ``[T, d]``.
+        """States ``[T, H]`` after the last layer, of embeddings ``[T, H]``.
+
+        ``turns`` are the model's cosines and sines ``[T, width]`` for each of :attr:`rotaries`.
 
         Beside them the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
         """
         plans = [attention_plan(batch, window) for window in self._windows]
-        cos, sin = (turn.contiguous() for turn in turns)
+        turned = [Turns(*rotary(given)) for rotary, given in zip(self.rotaries, turns, strict=True)]
         states = states.clone(memory_format=torch.contiguous_format)
         with self._alone:
             self._place(store)
-            features = self._decoder.run(states, cos, sin, plans, tapped)
+            features = self._decoder.run(states, turned, plans, tapped)
         return states, features
 
     def _place(self, store: KVStore) -> None:
@@ -320,14 +509,9 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
 
 
 @torch.no_grad()
-def _try(
-    layer: nn.Module, rotary: nn.Module, states: Tensor
-) -> tuple[tuple[Tensor, Tensor], AttentionOptions, Tensor] | None:
-    """Rotary embedding of ``states [1, T, H]``, what the layer asks of attention, and what it makes of the states.
-
-    ``None`` if its arguments are others than Llama's.
-    """
-    asked: list[AttentionOptions] = []
+def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) -> _Tried | None:
+    """What the layer makes of ``states [1, T, H]``; ``None`` if its arguments are others than Llama's."""
+    asked: list[tuple[AttentionOptions, tuple[Tensor, ...], Tensor]] = []
 
     def attend(
         module: nn.Module,
@@ -341,8 +525,10 @@ def _try(
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        asked.append(AttentionOptions(scaling, sliding_window, softcap, s_aux))
-        return _causal(query, key, value, scaling), None
+        mixed = _causal(query, key, value, scaling)
+        split = tuple(x[0].transpose(0, 1) for x in (query, key, value))
+        asked.append((AttentionOptions(scaling, sliding_window, softcap, s_aux), split, mixed[0].flatten(1)))
+        return mixed, None
 
     config: Any = layer.self_attn.config  # type: ignore[union-attr]
     # A layer that looks at positions itself (Ministral 3 scales queries by them, from 16,384 on) finds none and is left alone.
@@ -351,16 +537,21 @@ def _try(
         ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
         config._attn_implementation = "volley_asking"
         try:
-            turns = rotary(states, positions)
+            turns = turns_of(rotary, kind, states, positions)
             output = layer(states, position_embeddings=turns, position_ids=None, attention_mask=None)
         except TypeError:
             return None
         finally:
             config._attn_implementation = before
             del ALL_ATTENTION_FUNCTIONS["volley_asking"]
-    return (turns, asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
+    return _Tried(turns, *asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
 
 
-def _is_silu(mlp: Any) -> bool:
-    x = torch.linspace(-3, 3, 7)
-    return hasattr(mlp, "act_fn") and torch.equal(mlp.act_fn(x), silu(x))
+def _activation(mlp: Any) -> Activation | None:
+    """What a gated MLP's gates go through, if the kernels have it."""
+    x, function = torch.linspace(-3, 3, 7), getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+    if function is None:
+        return None
+    if torch.equal(function(x), silu(x)):
+        return "silu"
+    return "gelu" if torch.equal(function(x), gelu(x, approximate="tanh")) else None

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from volley.memory.attention import AttentionOptions
 from volley.memory.rows import row_operations
-from volley.models.layers.fused import LayerForward, layer_weights, layers_with_rotary, recognise
+from volley.models.layers.fused import Cosines, LayerForward, Recognised, layer_weights, layers_with_rotary, recognise
 from volley.native.decoder import LayerShape
 
 
@@ -64,12 +63,16 @@ class JoinedWeights:
         self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
     ) -> None:
         self.shape, self.weights = shape, layer_weights(layer, join)
-        self.rows = row_operations(self.weights.first_norm.device)
+        before, behind = self.weights.before_attention, self.weights.before_mlp
+        assert before is not None
+        assert behind is not None
+        self.first_norm, self.second_norm = before, behind
+        self.rows = row_operations(before.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
         of, size = self.weights, self.shape
-        _, normed = self.rows.add_norm(states, None, of.first_norm, size.eps)
+        _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
         rows = of.project(normed).view(len(states), -1, size.dim)
         self.rows.norm_and_turn(rows, of.norms, cos, sin, size.heads, size.eps)
         return rows
@@ -82,28 +85,29 @@ class JoinedWeights:
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
         of = self.weights
-        states, normed = self.rows.add_norm(states, of.output(mixed), of.second_norm, self.shape.eps)
+        states, normed = self.rows.add_norm(states, of.output(mixed), self.second_norm, self.shape.eps)
         return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
 
 
 class JoinedLayer(LayerForward):
     """The forward of one of transformers' decoder layers."""
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions) -> None:
-        super().__init__(layer, options)
+    def __init__(self, layer: nn.Module, seen: Recognised) -> None:
+        super().__init__(layer, seen, seen.rotaries[0])
         self.joined = JoinedWeights(layer, self.shape)
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
         """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
         seen = recognise(layer, rotary)
-        if seen is None:
+        if seen is None or not seen.is_llamas(layer):
             return None
-        own = cls(layer, seen.options)
+        own = cls(layer, seen)
         return own if own.computes(seen) else None
 
-    def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.joined.before(states, cos, sin)
+    def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
+        assert turns is not None
+        return self.joined.before(states, *turns)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         return self.joined.after(states, mixed)

@@ -15,7 +15,7 @@ from volley.errors import ConfigError, unknown_key
 from volley.memory import float8, kernels
 from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import DraftWeights, WantedDraftWeights, Weights
-from volley.native.codes import CodeSource, StackedCodes
+from volley.native.formats import CodeSource, stacked
 
 Product = Callable[[Tensor], Tensor]
 """``x [..., in] -> [..., out]``, both bf16."""
@@ -73,30 +73,31 @@ def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torc
         )
 
 
-def codes_of(layers: Sequence[nn.Linear]) -> CodeSource | None:
-    """The codes that the weights of several layers are stored in, one below the other; ``None`` unless all are, of one kind.
+StoredCodes = list[tuple[CodeSource, int]]
+"""Codes of weights one below the other, and the outputs of each; empty if they are in none."""
+
+
+def codes_of(layers: Sequence[nn.Linear | nn.Embedding]) -> StoredCodes:
+    """The codes that the weights of several layers are stored in, one below the other; none unless all are.
 
     ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` let layers know theirs.
     """
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
-    found = [ask() for ask in asked if ask is not None]
-    if len(found) < len(layers) or any(codes is None for codes in found):
-        return None
-    if len({(codes.kind, codes.group) for codes in found}) > 1:
-        return None
-    return found[0] if len(found) == 1 else StackedCodes(found, [layer.out_features for layer in layers])
+    found = [(ask(), len(layer.weight)) for ask, layer in zip(asked, layers, strict=True) if ask is not None]
+    known = [(codes, size) for codes, size in found if codes is not None]
+    return stacked(known) if len(known) == len(layers) else []
 
 
-def group_of(codes: CodeSource | None) -> int:
-    """How many inputs share a scale in ``codes``, or in those that a weight is rounded to where it has none."""
-    return native.GROUP if codes is None else codes.group
+def inputs_of(stored: StoredCodes) -> int:
+    """The number of which the inputs of a weight in such codes are a multiple, or of one that is rounded."""
+    return max((codes.format.inputs for codes, _ in stored), default=native.GROUP)
 
 
 def make_product(
     weight: Tensor,
     bias: Tensor | None = None,
     weights: Weights = "bf16",
-    stored: CodeSource | None = None,
+    stored: StoredCodes | None = None,
     files: MappedFiles | None = None,
 ) -> Product:
     """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
@@ -108,8 +109,8 @@ def make_product(
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
     for kind in (weights, "bf16"):
-        codes = None if kind == "bf16" else stored
-        if native.fits(weight, kind, group_of(codes)):
+        codes = stored if stored and kind != "bf16" else []
+        if native.fits(weight, kind, inputs_of(codes)):
             return native.Product(StackedRows([weight], files), bias, kind, codes)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         wide, wide_bias = weight.float(), None if bias is None else bias.float()

@@ -19,7 +19,7 @@ from volley.files import weight_files
 from volley.models.quantised.packed import gptq_parts, unpack
 from volley.models.quantised.scheme import Quantisation
 from volley.native import GROUP, Codes, Weights
-from volley.native.codes import FINE
+from volley.native.formats import FORMATS, PACK
 
 _PACKINGS = ("pack-quantized", "int-quantized", "naive-quantized")
 Stored = Mapping[str, Tensor]
@@ -49,7 +49,7 @@ def _of_group(group: Mapping[str, Any], form: object) -> Weights | None:
 
 def _kernels(bits: object, size: int | None) -> Weights | None:
     """The kernels for codes of so many bits with a scale for ``size`` inputs, or for all."""
-    if bits not in (4, 8) or (size is not None and size % FINE):
+    if bits not in (4, 8) or (size is not None and size % PACK):
         return None
     return "int4" if bits == 4 else "int8"
 
@@ -105,9 +105,9 @@ def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
     inputs, groups = codes.shape[1], scales.shape[1]
     size, fine = inputs // groups, scales.half()
     if bits == 8 and groups == 1:
-        return Codes("int8", codes, scales[:, 0].contiguous())
+        return Codes(FORMATS["int8"], codes, scales[:, 0].contiguous())
     if bits == 4 and size % GROUP == 0:
-        return Codes("int4", codes, scales.repeat_interleave(size // GROUP, dim=1))
-    if size % FINE or not torch.equal(fine.float(), scales):
+        return Codes(FORMATS["int4"], codes, scales.repeat_interleave(size // GROUP, dim=1))
+    if size % PACK or not torch.equal(fine.float(), scales):
         return None
-    return Codes("int4" if bits == 4 else "int8", codes, fine.repeat_interleave(size // FINE, dim=1))
+    return Codes(FORMATS["Q4_0" if bits == 4 else "Q8_0"], codes, fine.repeat_interleave(size // PACK, dim=1))

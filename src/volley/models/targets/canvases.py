@@ -9,20 +9,12 @@ from transformers import PretrainedConfig
 from volley.errors import UnsupportedModelError
 from volley.files import find_target
 from volley.models.gguf.file import is_gguf
+from volley.models.targets.families import family_names, family_of
 
-NATIVE = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "fast_dllm_qwen": "qwen2"}
-"""Families whose weights are those of an architecture that transformers has: that, by ``model_type`` in lower case."""
-DENOISED = (*NATIVE, "diffusion_gemma")
+LLADA2_TYPE = "llada2_moe"
 _REFUSED = {
     "llada": "every token sees every other, so no K/V can be kept",
     "dream": "every token sees every other, so no K/V can be kept",
-    "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint",
-}
-_IN_PLACE = "a row of its logits predicts its own token, not the next one"
-_NOT_DRAFTED = {
-    "sdar": _IN_PLACE,
-    "sdar_moe": _IN_PLACE,
-    "diffusion_gemma": "its layers' states, which a drafter reads, are not taken out of it",
 }
 
 
@@ -47,7 +39,7 @@ def kind_of(values: Mapping[str, Any]) -> str:
 def canvases(values: Mapping[str, Any]) -> str | None:
     """Whose canvases a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
     kind = kind_of(values)
-    if kind in DENOISED or kind in _REFUSED:
+    if family_of(kind) is not None or kind in _REFUSED or kind == LLADA2_TYPE:
         return f"those of {kind}"
     return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
 
@@ -59,17 +51,22 @@ def read_kind(path: str | Path) -> tuple[dict[str, Any], str]:
     if kind in _REFUSED:
         raise UnsupportedModelError(
             f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
-            f"({', '.join(DENOISED)})"
-            + ("; or load this one yourself and give Target(model, tokenizer, LLADA2)" if kind == "llada2_moe" else "")
+            f"({', '.join(family_names())})"
+        )
+    if kind == LLADA2_TYPE and family_of(kind) is None:
+        raise UnsupportedModelError(
+            f"{path} is a {kind} model: transformers has no such architecture, and volley runs no code of a checkpoint. Register "
+            "a class for it and its rules, LLADA2 (docs/extending.md, A family of diffusion models)"
         )
     return values, kind
 
 
 def check_causal(path: str | Path, kind: str) -> None:
     """Refuse what is no causal LM: a diffusion language model with a mode in which a drafter serves it passes."""
-    if kind in _NOT_DRAFTED:
+    family = family_of(kind)
+    if family is not None and family.undrafted is not None:
         raise UnsupportedModelError(
-            f"{path} is a {kind} model, which no drafter serves: {_NOT_DRAFTED[kind]}. It drafts for itself, untrained and "
+            f"{path} is a {kind} model, which no drafter serves: {family.undrafted}. It drafts for itself, untrained and "
             "lossless: `volley serve`, `generate` and Engine.from_pretrained take it as it is, with mode 'self' among the "
             "diffusion settings (docs/diffusion.md). Or give a causal LM as the target"
         )

@@ -13,45 +13,17 @@ from volley.memory.device import usable_device
 from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.canvases import DENOISED, check_causal, read_kind
+from volley.models.targets.canvases import check_causal, read_kind
+from volley.models.targets.families import JOINT, DiffusionFamily, family_of
 from volley.models.targets.folders import check_files
 from volley.models.targets.loading import announce_download, bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
 
-SDAR = BlockDiffusion(
-    mask_token_id=151669,
-    is_aligned=True,
-    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9),
-)
-"""SDAR and its relatives (Efficient-DLM, a2d): mask tokens, row i of the logits is for token i, blocks are bidirectional."""
-FAST_DLLM = BlockDiffusion(
-    mask_token_id=151665,
-    is_aligned=True,
-    is_shifted=True,
-    writes_causally=True,
-    defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
-)
-"""Fast-dLLM v2: the same, but row i of the logits is for token i + 1, in a causal pass too: that is its block of one token."""
-LLADA2 = BlockDiffusion(
-    mask_token_id=156895,
-    is_aligned=True,
-    defaults=DiffusionParams(canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9),
-)
-"""LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
-JOINT = BlockDiffusion(
-    mask_token_id=0,
-    has_causal_context=True,
-    writes_causally=True,
-    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9),
-)
-"""A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
-anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
 SELF_STRATEGY: Strategy = "low_confidence_static"
 """Self-speculation drafts whole canvases."""
 
-_NATIVE = {"sdar": SDAR, "sdar_moe": SDAR, "fast_dllm_qwen": FAST_DLLM}
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
 _MASKED = ("threshold", "sub_block", "edit_threshold")
 _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
@@ -90,13 +62,13 @@ def load_target(
     if drafted:
         check_causal(path, kind)
     announce_download(path)
-    remedy = f"give a hub name or a folder with {TARGET_FILES}"
-    if weights not in ("auto", "bf16") and kind in DENOISED:
+    remedy, family = f"give a hub name or a folder with {TARGET_FILES}", family_of(kind)
+    if weights not in ("auto", "bf16") and family is not None:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
-    if kind in DENOISED:
+    if family is not None:
         check_files(path)
         with reading(path, "the diffusion model", remedy), bar_of_a_long_load():
-            target = _load_denoised(path, values, kind, dtype, device)
+            target = _load_denoised(path, values, family, dtype, device)
     else:
         target = Target.from_pretrained(path, dtype, device, weights)
     if (own := values.get("block_diffusion")) is not None:
@@ -107,7 +79,7 @@ def load_target(
 def _check_divisible(path: str | Path) -> None:
     """Refuse to divide a diffusion language model, with its own reason."""
     _, kind = read_kind(path)
-    if kind in DENOISED:
+    if family_of(kind) is not None:
         raise UnsupportedModelError(
             f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
         )
@@ -147,17 +119,16 @@ def refuse_unread(settings: DiffusionParams, family: BlockDiffusion) -> None:
 
 
 def _load_denoised(
-    path: str | Path, values: dict[str, Any], kind: str, dtype: torch.dtype, device: str | torch.device
+    path: str | Path, values: dict[str, Any], family: DiffusionFamily, dtype: torch.dtype, device: str | torch.device
 ) -> Target:
-    if kind not in _NATIVE:
-        from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
-
-        return DiffusionGemma.from_folder(path, dtype, device)
+    if family.load is not None:
+        return family.load(path, dtype, device)
+    assert family.rules is not None, "a family without a loader has rules"
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, load_config(path), dtype, **straight_to(where)).to(where).eval()
     accelerate(model, release=True)
     tokenizer = load_tokenizer(path)
-    return Target(model, tokenizer, _as_saved(_NATIVE[kind], values, tokenizer))
+    return Target(model, tokenizer, _as_saved(family.rules, values, tokenizer))
 
 
 def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:

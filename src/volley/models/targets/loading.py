@@ -39,7 +39,8 @@ from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
 from volley.models.quantised.stored_codes import attach
-from volley.models.targets.canvases import NATIVE, check_causal, config_values, kind_of, read_kind
+from volley.models.targets.canvases import check_causal, config_values, kind_of, read_kind
+from volley.models.targets.families import family_of
 from volley.models.targets.folders import HUB_NAME, check_config_file
 from volley.native import TargetWeights, Weights
 
@@ -73,9 +74,12 @@ def load_config(path: str | Path, *, causal: bool = False) -> PretrainedConfig:
     values, kind = read_kind(path)
     if causal:
         check_causal(path, kind)
-    if kind in NATIVE:
+    family = family_of(kind)
+    if family is not None and family.architecture is not None:
         named = ("auto_map", "model_type", "architectures")
-        return AutoConfig.for_model(NATIVE[kind], **{name: own for name, own in values.items() if name not in named})
+        return AutoConfig.for_model(
+            family.architecture, **{name: own for name, own in values.items() if name not in named}
+        )
     try:
         with _unknown_refused(path, _known_type(path) or "a model whose type transformers knows"):
             config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -259,7 +263,8 @@ def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)
-    config = PretrainedConfig() if kind_of(config_values(path)) in NATIVE else None
+    family = family_of(kind_of(config_values(path)))
+    config = PretrainedConfig() if family is not None and family.architecture is not None else None
     with _unknown_refused(path, "one with a tokenizer.json"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False)
     return tokenizer

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.layers.accelerate import accelerate
-from volley.models.layers.fused import FusedDecoder, is_gated_layer
+from volley.models.layers.fused import FusedDecoder, is_gated_layer, turns_of
 from volley.models.layers.products import is_linear
 from volley.models.layers.residency import giving_back
 from volley.models.targets.block_diffusion import BlockDiffusion
@@ -46,7 +46,7 @@ from volley.models.targets.recurrent import RECURRENT_LAYERS, LayoutProbe, check
 from volley.models.targets.rehearsal import made_up
 from volley.models.targets.taps import Taps, decoder_layers
 from volley.models.targets.traits import turns_by_length
-from volley.native import Product, TargetWeights
+from volley.native import Product, TargetWeights, cap
 
 TARGET_FILES = "config.json, model.safetensors and tokenizer files"
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -125,6 +125,32 @@ class _ShapeProbe:
         return mixed[0].transpose(0, 1)
 
 
+class Ends(NamedTuple):
+    """What a family does to embeddings before its layers and to logits behind its head."""
+
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """By transformers' names in a config; :meth:`Target._fusion_agrees` finds a family that means something else."""
+        found = {name: getattr(config, name, None) for name in cls._fields}
+        return cls(**{name: float(value) for name, value in found.items() if isinstance(value, int | float)})
+
+    def enter(self, embeddings: Tensor) -> Tensor:
+        """States ``[T, H]`` before the first layer."""
+        return embeddings if self.embedding_multiplier == 1.0 else embeddings * self.embedding_multiplier
+
+    def leave(self, logits: Tensor) -> Tensor:
+        """Logits ``[T, V]`` of a head's outputs, which are written over."""
+        if self.logits_scaling != 1.0:
+            logits = logits / self.logits_scaling
+        if self.final_logit_softcapping is not None:
+            cap(logits, self.final_logit_softcapping)
+        return logits
+
+
 class Target:
     """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
 
@@ -163,6 +189,7 @@ class Target:
                 "model's own in config.json (mask_token_id), or in the BlockDiffusion that you give"
             )
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
+        self._ends = Ends.of(text)
         self.fused: FusedDecoder | None = None
         """All layers in one call, if they are fused and the model does nothing between them; used on pools that it reads."""
         self._attach()
@@ -349,12 +376,14 @@ class Target:
         self, decoder: FusedDecoder, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None
     ) -> Tensor:
         base: Any = self.model.get_decoder()
-        states = self.embed(batch.token_ids)
-        cos, sin = base.rotary_emb(states[None], batch.positions[None])
-        states, features = decoder(states, (cos[0], sin[0]), batch, store, () if taps is None else taps.layer_ids)
+        states = self._ends.enter(self.embed(batch.token_ids))
+        given = states[None], batch.positions[None]
+        turns = [turns_of(base.rotary_emb, rotary.kind, *given) for rotary in decoder.rotaries]
+        own = [(cos[0], sin[0]) for cos, sin in turns]
+        states, features = decoder(states, own, batch, store, () if taps is None else taps.layer_ids)
         if taps is not None:
             taps.leave(features)
-        return self.head(base.norm(states[rows]))
+        return self._ends.leave(self.head(base.norm(states[rows])))
 
     @torch.inference_mode()
     def _fusion_agrees(self, decoder: FusedDecoder) -> bool:

@@ -1,0 +1,132 @@
+"""Families of block-diffusion language models by ``model_type``: one table, which other packages add to.
+
+A package registers its family in a function that its ``pyproject.toml`` names under the entry points ``volley.families``. All
+commands then take its checkpoints.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from volley.errors import ConfigError
+from volley.models.targets.block_diffusion import BlockDiffusion
+from volley.types import DiffusionParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from volley.models.targets.target import Target
+
+Loader = Callable[[str | Path, "torch.dtype", "str | torch.device"], "Target"]
+"""``load(path, dtype, device)`` returns the target in a folder, its family in :attr:`Target.diffusion`."""
+
+ENTRY_POINTS = "volley.families"
+
+SDAR = BlockDiffusion(
+    mask_token_id=151669,
+    is_aligned=True,
+    defaults=DiffusionParams(canvas_length=4, strategy="low_confidence_dynamic", threshold=0.9),
+)
+"""SDAR and its relatives (Efficient-DLM, a2d): mask tokens, row i of the logits is for token i, blocks are bidirectional."""
+FAST_DLLM = BlockDiffusion(
+    mask_token_id=151665,
+    is_aligned=True,
+    is_shifted=True,
+    writes_causally=True,
+    defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
+)
+"""Fast-dLLM v2: as SDAR, but row i of the logits is for token i + 1, in a causal pass too: that is its block of one token."""
+LLADA2 = BlockDiffusion(
+    mask_token_id=156895,
+    is_aligned=True,
+    defaults=DiffusionParams(canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9),
+)
+"""LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
+JOINT = BlockDiffusion(
+    mask_token_id=0,
+    has_causal_context=True,
+    writes_causally=True,
+    defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9),
+)
+"""A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
+anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionFamily:
+    """One family: its rules, and how its checkpoints are loaded."""
+
+    rules: BlockDiffusion | None
+    """``None``: ``load`` knows them."""
+    architecture: str | None = None
+    """The ``model_type`` whose class in transformers has the weights; ``None``: the family's own, known to ``AutoModel``."""
+    load: Loader | None = None
+    """Loads a checkpoint in place of transformers' ``AutoModelForCausalLM``."""
+    undrafted: str | None = None
+    """Why no drafter serves the family; ``None`` if one does, in the mode ``autoregressive``."""
+
+
+def _load_diffusion_gemma(path: str | Path, dtype: "torch.dtype", device: "str | torch.device") -> "Target":
+    from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+
+    return DiffusionGemma.from_folder(path, dtype, device)
+
+
+_IN_PLACE = "a row of its logits predicts its own token, not the next one"
+_FAMILIES: dict[str, DiffusionFamily] = {
+    "sdar": DiffusionFamily(rules=SDAR, architecture="qwen3", undrafted=_IN_PLACE),
+    "sdar_moe": DiffusionFamily(rules=SDAR, architecture="qwen3_moe", undrafted=_IN_PLACE),
+    "fast_dllm_qwen": DiffusionFamily(rules=FAST_DLLM, architecture="qwen2"),
+    "diffusion_gemma": DiffusionFamily(
+        rules=None,
+        load=_load_diffusion_gemma,
+        undrafted="its layers' states, which a drafter reads, are not taken out of it",
+    ),
+}
+
+
+def register_family(
+    model_type: str,
+    rules: BlockDiffusion,
+    *,
+    architecture: str | None = None,
+    load: Loader | None = None,
+) -> None:
+    """Let every command and :class:`volley.Engine` take checkpoints of ``model_type``, whose canvases follow ``rules``.
+
+    The weights are read by ``load(path, dtype, device)``, or by transformers: as those of ``architecture``, or by the class that
+    ``AutoModelForCausalLM.register`` was given for the model type. Attention must go through transformers'
+    ``AttentionInterface``. A model of which row i predicts token i gets no drafter (``writes_causally`` is false); it drafts for
+    itself. Raises :class:`ConfigError` if the model type is one of volley's own.
+    """
+    kind = model_type.lower()
+    if kind in _OWN:
+        raise ConfigError(f"{model_type!r} is a family of volley's own; register yours under its own model_type")
+    undrafted = None if rules.writes_causally else _IN_PLACE
+    _FAMILIES[kind] = DiffusionFamily(rules=rules, architecture=architecture, load=load, undrafted=undrafted)
+
+
+_OWN = frozenset(_FAMILIES)
+
+
+def family_of(kind: str) -> DiffusionFamily | None:
+    """Return the family of a ``model_type`` in lower case, or ``None`` for that of a causal LM."""
+    if kind and kind not in _FAMILIES:
+        _register_installed()
+    return _FAMILIES.get(kind)
+
+
+def family_names() -> list[str]:
+    """Return the model types of all families."""
+    _register_installed()
+    return list(_FAMILIES)
+
+
+@cache
+def _register_installed() -> None:
+    """Call the functions of installed packages, once."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        entry.load()()
