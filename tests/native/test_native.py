@@ -179,18 +179,18 @@ def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
 def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated(x, "silu")
+    found = native.gated(x, native.SILU)
     assert_close(found, silu(x[:, :size]) * x[:, size:], floor=1e-30)
-    assert torch.equal(native.gated(x[-1:].clone(), "silu"), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), native.SILU), found[-1:])
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
 def test_gated_gelu_in_bf16(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated(x, "gelu")
+    found = native.gated(x, native.GELU)
     assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-5 * max(scale, 1.0))
-    assert torch.equal(native.gated(x[-1:].clone(), "gelu"), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), native.GELU), found[-1:])
 
 
 @pytest.mark.parametrize("shape", [(1, 70_000), (3, 200), (40, 3_000)])
@@ -208,7 +208,7 @@ def test_capped_numbers(shape: tuple[int, int], most: float) -> None:
 def test_many_rows_are_shared_among_threads() -> None:
     x, weight = randn(300, 512), randn(512)
     assert_close(native.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
-    assert_close(native.gated(x, "silu"), silu(x[:, :256]) * x[:, 256:])
+    assert_close(native.gated(x, native.SILU), silu(x[:, :256]) * x[:, 256:])
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
