@@ -26,6 +26,7 @@ JOINED: dict[str, Callable[[], Any]] = {
     "qwen3_tied": lambda: tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=8),
 }
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SLIDING = {"sliding_window": 8}
 GEMMA: dict[str, Any] = {**COMMON, **SLIDING, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False}
 MORE: dict[str, Callable[[], Any]] = {
@@ -46,10 +47,18 @@ MORE: dict[str, Callable[[], Any]] = {
     "exaone4": lambda: tf.Exaone4Config(
         **COMMON, **SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(**COMMON, **ROUTED, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "olmoe": lambda: tf.OlmoeConfig(**COMMON, num_experts=6, num_experts_per_tok=3),
+    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **COMMON, **SLIDING, head_dim=16, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=1.5
+    ),
 }
 FUSED = {**JOINED, **MORE}
 OTHERS: dict[str, Callable[[], Any]] = {
     "llama_gelu": lambda: tf.LlamaConfig(**COMMON, hidden_act="gelu"),
-    "gpt_oss": lambda: tf.GptOssConfig(**COMMON, **SLIDING, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **COMMON, **ROUTED, use_sliding_window=False, shared_expert_intermediate_size=64
+    ),
     "glm4": lambda: tf.Glm4Config(**COMMON, head_dim=16),
 }

@@ -179,18 +179,18 @@ def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
 def test_gated_silu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated(x, "silu")
+    found = native.gated(x, native.SILU)
     assert_close(found, silu(x[:, :size]) * x[:, size:], floor=1e-30)
-    assert torch.equal(native.gated(x[-1:].clone(), "silu"), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), native.SILU), found[-1:])
 
 
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
 def test_gated_gelu_in_bf16(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = randn(rows, 2 * size) * scale
-    found = native.gated(x, "gelu")
+    found = native.gated(x, native.GELU)
     assert_close(found, gelu(x[:, :size], approximate="tanh") * x[:, size:], floor=1e-5 * max(scale, 1.0))
-    assert torch.equal(native.gated(x[-1:].clone(), "gelu"), found[-1:])
+    assert torch.equal(native.gated(x[-1:].clone(), native.GELU), found[-1:])
 
 
 @pytest.mark.parametrize("shape", [(1, 70_000), (3, 200), (40, 3_000)])
@@ -208,7 +208,7 @@ def test_capped_numbers(shape: tuple[int, int], most: float) -> None:
 def test_many_rows_are_shared_among_threads() -> None:
     x, weight = randn(300, 512), randn(512)
     assert_close(native.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
-    assert_close(native.gated(x, "silu"), silu(x[:, :256]) * x[:, 256:])
+    assert_close(native.gated(x, native.SILU), silu(x[:, :256]) * x[:, 256:])
 
 
 # -- products -----------------------------------------------------------------------------------------------------------
@@ -359,6 +359,20 @@ def test_codes_give_the_same_on_all_instructions(kind: str) -> None:
             assert torch.equal(product(x), expected), level
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", STORED)
+def test_the_largest_sums_do_not_overflow(kind: str, level: int) -> None:
+    """All codes are the largest or the smallest, and all inputs of a row are alike."""
+    of = FORMATS[kind]
+    least, most = -of.zero if not of.table else 0, 2**of.bits - 1 - (of.zero if not of.table else 0)
+    codes = made_up(kind, 32, LARGE)
+    codes.codes[:16], codes.codes[16:] = least, most
+    x = torch.tensor([[1.0], [-1.0], [127.0]]).expand(3, LARGE).bfloat16()
+    with kernels_of(level):
+        found = product_of_codes(codes)(x)
+    check_outputs(found, *exact_outputs(x, codes), None)
+
+
 def test_faults_are_found() -> None:
     """A changed input, an input more, a sum whose order depends on the number of rows."""
     torch.manual_seed(0)
@@ -505,11 +519,11 @@ def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, se
     assert bool((error.square().sum(-1) <= plain.square().sum(-1) * 1.0001).all()), "one of the scales is this one"
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@FORMATS_OF_ALL
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_with_what_is_no_number_gives_none(kind: Weights, value: float) -> None:
+def test_a_row_with_what_is_no_number_gives_none(kind: str, value: float) -> None:
     torch.manual_seed(0)
-    product, x = Product(randn(32, 2 * GROUP), None, kind), randn(3, 2 * GROUP)
+    product, x = product_of(kind, 32, LARGE), randn(3, LARGE)
     expected = product(x)
     x[1, 5] = value
     found = product(x)

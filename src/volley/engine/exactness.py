@@ -16,7 +16,6 @@ from volley.models.quantised.scheme import quantisation_of
 from volley.models.targets.loading import auto_class, choose_weights, load_config
 from volley.models.targets.recurrent import RECURRENT_LAYERS
 from volley.models.targets.target import Target
-from volley.models.targets.traits import has_experts
 from volley.native import Weights
 
 log = logging.getLogger("volley")
@@ -39,9 +38,9 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
         return f"PyTorch's operations read {config.kv_dtype} K/V", "use kv_dtype='auto'"
     if target.fused is None or not target.fused.serves(store) or not target.ends_are_fused:
         return (
-            f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, "
-            "Mistral, Qwen2 and 3, Gemma 2 and 3, Phi-3, SmolLM3, Granite and OLMo 2, with heads of 16 · n and inputs of 32 · n "
-            "numbers (of 64 · n in codes that are rounded here)",
+            f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, Mistral, "
+            "Mixtral, Qwen2, Qwen3 and its MoE, Gemma 2 and 3, Phi-3, SmolLM3, Granite, OLMo 2 and gpt-oss, with heads of 16 · n "
+            "and inputs of 32 · n numbers (of 64 · n in codes that are rounded here)",
             _AS_IT_IS,
         )
     return None
@@ -73,8 +72,6 @@ def foresee_exactness(path: str | Path) -> str:
     if quantisation is not None:
         del config.quantization_config
     text = config.get_text_config()
-    if has_experts(config):
-        return "no: PyTorch's operations run its experts"
     if RECURRENT_LAYERS & set(getattr(text, "layer_types", None) or ()):
         return "no: PyTorch's operations run its recurrent layers"
     try:
@@ -90,6 +87,9 @@ def _try_layers(config: Any, weights: Weights) -> str:
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = min(text.num_hidden_layers, _LAYERS), 64, None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:_LAYERS]
+    for name in ("num_experts", "num_local_experts"):
+        if getattr(text, name, None):
+            setattr(text, name, min(getattr(text, name), 2 * text.num_experts_per_tok))
     model = auto_class(config).from_config(config, dtype=torch.bfloat16).eval()
     accelerate(model, weights, release=True)
     target = Target(model)

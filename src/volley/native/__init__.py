@@ -6,6 +6,7 @@ masks over logits, recurrent states, noise and what is in fp32 (norms, gates, ro
 A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
 """
 
+import math
 from collections.abc import Sequence
 from ctypes import addressof, byref
 from typing import Literal, NamedTuple
@@ -19,6 +20,7 @@ from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
 from volley.native.formats import GROUP as GROUP
 from volley.native.formats import Codes as Codes
 from volley.native.formats import Weights as Weights
+from volley.native.library import ActivationStruct as ActivationStruct
 from volley.native.library import HeadsStruct as HeadsStruct
 from volley.native.library import ProductStruct as ProductStruct
 from volley.native.library import TurnsStruct as TurnsStruct
@@ -35,8 +37,24 @@ DraftWeights = Literal[Weights, "fp8"]
 """``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
 WantedDraftWeights = Literal["auto", DraftWeights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
-Activation = Literal["silu", "gelu"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu")  # as the kernels number them
+_ACTIVATIONS = ("silu", "gelu", "clamped")  # as the kernels number them
+
+
+class Activation(NamedTuple):
+    """What the gates of an MLP go through; GELU by its tanh."""
+
+    name: Literal["silu", "gelu", "clamped"]
+    """``clamped`` is gpt-oss's: ``gate · sigmoid(alpha · gate) · (1 + up)``."""
+    alpha: float = 1.0
+    limit: float = math.inf
+    """The most that a clamped gate is, and how far from 0 what it gates."""
+
+    @property
+    def struct(self) -> ActivationStruct:
+        return ActivationStruct(_ACTIVATIONS.index(self.name), self.alpha, self.limit)
+
+
+SILU, GELU = Activation("silu"), Activation("gelu")
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -126,9 +144,9 @@ def gated_gelu(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """``activation(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``; GELU by its tanh."""
+    """``activation(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
     out = x.new_empty(len(x), x.shape[1] // 2)
-    functions().gated(x.data_ptr(), out.data_ptr(), len(x), out.shape[1], ACTIVATIONS.index(activation))
+    functions().gated(x.data_ptr(), out.data_ptr(), len(x), out.shape[1], byref(activation.struct))
     return out
 
 
@@ -236,15 +254,20 @@ class Product:
 
     def first(self, outputs: int) -> "Product":
         """The product with its first outputs alone, a multiple of 16, in the same memory."""
-        assert outputs % BLOCK == 0, f"{outputs} is within a block"
-        found, rest = [], outputs
+        return self.part(0, outputs)
+
+    def part(self, begin: int, end: int) -> "Product":
+        """The product with its outputs ``[begin, end)`` alone, in the same memory; both are multiples of 16."""
+        assert begin % BLOCK == end % BLOCK == 0, f"{begin} or {end} is within a block"
+        found, first = [], 0
         for part in self._parts:
-            own = min(part.outputs, rest)
-            if own:
-                found.append(_Part(part.format, part.blocks.blocks(slice(0, -(-own // BLOCK))), own))
-            rest -= own
+            own = slice(max(begin - first, 0), min(end - first, part.outputs))
+            if own.start < own.stop:
+                blocks = part.blocks.blocks(slice(own.start // BLOCK, -(-own.stop // BLOCK)))
+                found.append(_Part(part.format, blocks, own.stop - own.start))
+            first += part.outputs
         product = Product.__new__(Product)
-        product._take(found, self.inputs, self._bias)
+        product._take(found, self.inputs, None if self._bias is None else self._bias[begin:end])
         return product
 
     @classmethod

@@ -6,19 +6,27 @@
 #include "products.h"
 #include "rows.h"
 
+typedef struct { /* of a layer; some of them are chosen for each token */
+    int64_t count, chosen, normed; /* normed: the weights of the chosen ones make 1 */
+    const Product *gate_up, *down; /* [count] */
+    Product scores;
+} Experts;
+
 typedef struct {
     const float *before_attention, *behind_attention, *before_mlp, *behind_mlp; /* norms: [hidden] or null */
     const float *query_norm, *key_norm;                                         /* [dim], of all heads as one, or null */
     const float *sinks;                                                         /* as attention has them */
     bf16 *key_pool, *value_pool;                                                /* [slots, shared, dim] */
     int64_t plan, turns; /* which of the plans it attends by, and which of the rotary embeddings it has; -1: none */
+    const Experts *experts; /* null: the MLP is gate_up and down */
     Product project, output, gate_up, down;
 } Layer;
 
 typedef struct {
-    int64_t hidden, inner, activation; /* SILU or GELU */
-    Heads heads;                       /* eps and rounds hold for all norms */
-    float scale, cap, residual;        /* residual: times what a part of a layer adds to the states */
+    int64_t hidden;
+    Heads heads; /* eps and rounds hold for all norms */
+    Activation activation;
+    float scale, cap, residual; /* residual: times what a part of a layer adds to the states */
 } Shape;
 
 typedef struct { /* room for one layer */
@@ -26,6 +34,12 @@ typedef struct { /* room for one layer */
     int8_t *values;
     float *scales;
     int32_t *sums;
+    /* of experts: scores [tokens, count]; which are chosen, and their weights, [tokens, chosen]; where the tokens of each expert begin
+       among all of them, [count + 1], and these, by token * chosen + place; their states, and the sums of their outputs */
+    bf16 *scores;
+    int64_t *ids, *starts, *order;
+    float *weights, *summed;
+    bf16 *gathered;
 } Scratch;
 
 /* The states as a part of a layer reads them: normed, if there is a weight. */
@@ -37,19 +51,103 @@ static const bf16 *norm(const bf16 *x, const float *weight, bf16 *out, int64_t t
     return out;
 }
 
-/* Add the output of a part of a layer to the states, normed behind it if there is a weight. */
-static void add(const Product *product, const bf16 *inputs, const float *weight, bf16 *x, int64_t tokens, const Shape *shape,
-                const Scratch *scratch) {
-    Prepared room = {scratch->values, scratch->scales, scratch->sums};
-    int64_t hidden = shape->hidden, at_once = !weight && shape->residual == 1.0f;
-    multiply(product, inputs, product->inputs, room, tokens, at_once ? x : scratch->normed, at_once);
-    if (at_once) return;
+static Prepared room_of(const Scratch *scratch) { return (Prepared){scratch->values, scratch->scales, scratch->sums}; }
+
+/* Add what a part of a layer left in scratch->normed to the states, normed behind it if there is a weight. */
+static void add(const float *weight, bf16 *x, int64_t tokens, const Shape *shape, const Scratch *scratch) {
+    int64_t hidden = shape->hidden;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < tokens; row++) {
         bf16 *own = scratch->normed + row * hidden;
         if (weight) norm_row(own, weight, own, hidden, shape->heads.eps, shape->heads.rounds);
         add_row(x + row * hidden, own, shape->residual, hidden);
     }
+}
+
+/* Add a product, in the same way. */
+static void add_product(const Product *product, const bf16 *inputs, const float *weight, bf16 *x, int64_t tokens,
+                        const Shape *shape, const Scratch *scratch) {
+    int64_t at_once = !weight && shape->residual == 1.0f;
+    multiply(product, inputs, product->inputs, room_of(scratch), tokens, at_once ? x : scratch->normed, at_once);
+    if (!at_once) add(weight, x, tokens, shape, scratch);
+}
+
+/* activation(gate) * up, in scratch->active. */
+static void gate(const Product *gate_up, const bf16 *x, int64_t tokens, int64_t inner, const Shape *shape, const Scratch *scratch) {
+    int64_t parts = (inner + 511) / 512;
+    multiply(gate_up, x, shape->hidden, room_of(scratch), tokens, scratch->gated, 0);
+#pragma omp for schedule(static)
+    for (int64_t part = 0; part < tokens * parts; part++) {
+        int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
+        const bf16 *own = scratch->gated + row * 2 * inner + from;
+        gate_row(own, own + inner, scratch->active + row * inner + from, size, &shape->activation);
+    }
+}
+
+/* The experts with the highest scores, the first of equal ones, and their weights. */
+static void choose(const Experts *experts, const bf16 *scores, int64_t *ids, float *weights) {
+    float most = -INFINITY, all = 0, chosen = 0;
+    for (int64_t e = 0; e < experts->count; e++) most = widen(scores[e]) > most ? widen(scores[e]) : most;
+    for (int64_t e = 0; e < experts->count; e++) all += exponential(widen(scores[e]) - most);
+    for (int64_t place = 0; place < experts->chosen; place++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < experts->count; e++) {
+            int64_t taken = 0;
+            for (int64_t before = 0; before < place; before++) taken |= ids[before] == e;
+            if (!taken && (best < 0 || widen(scores[e]) > widen(scores[best]))) best = e;
+        }
+        ids[place] = best, weights[place] = exponential(widen(scores[best]) - most);
+        chosen += weights[place];
+    }
+    for (int64_t place = 0; place < experts->chosen; place++)
+        weights[place] = rounded(weights[place] / (experts->normed ? chosen : all));
+}
+
+static void sort_by_expert(const Experts *experts, int64_t tokens, const Scratch *scratch) {
+    int64_t total = tokens * experts->chosen, *starts = scratch->starts;
+    memset(starts, 0, (experts->count + 1) * sizeof *starts);
+    for (int64_t i = 0; i < total; i++) starts[scratch->ids[i] + 1]++;
+    for (int64_t e = 0; e < experts->count; e++) starts[e + 1] += starts[e];
+    for (int64_t i = 0; i < total; i++) scratch->order[starts[scratch->ids[i]]++] = i;
+    for (int64_t e = experts->count; e; e--) starts[e] = starts[e - 1]; /* each has become the next one's */
+    starts[0] = 0;
+}
+
+/* The outputs of each token's experts, weighed and summed in the order of these, in out [tokens, hidden]. */
+static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
+    int64_t hidden = shape->hidden, chosen = experts->chosen;
+    multiply(&experts->scores, x, hidden, room_of(scratch), tokens, scratch->scores, 0);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < tokens; row++) {
+        choose(experts, scratch->scores + row * experts->count, scratch->ids + row * chosen, scratch->weights + row * chosen);
+        memset(scratch->summed + row * hidden, 0, hidden * sizeof(float));
+    }
+#pragma omp single
+    sort_by_expert(experts, tokens, scratch);
+    for (int64_t e = 0; e < experts->count; e++) {
+        const int64_t *order = scratch->order + scratch->starts[e];
+        int64_t count = scratch->starts[e + 1] - scratch->starts[e];
+        if (!count) continue;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++)
+            memcpy(scratch->gathered + i * hidden, x + order[i] / chosen * hidden, hidden * sizeof(bf16));
+        gate(experts->gate_up + e, scratch->gathered, count, experts->down[e].inputs, shape, scratch);
+        multiply(experts->down + e, scratch->active, experts->down[e].inputs, room_of(scratch), count, scratch->gathered, 0);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) {
+            float *sums = scratch->summed + order[i] / chosen * hidden, weight = scratch->weights[order[i]];
+            for (int64_t j = 0; j < hidden; j++) sums[j] += rounded(widen(scratch->gathered[i * hidden + j]) * weight);
+        }
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < tokens; row++)
+        for (int64_t j = 0; j < hidden; j++) out[row * hidden + j] = narrow(scratch->summed[row * hidden + j]);
+}
+
+/* The same from outside of a region. */
+void mix_experts(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
+#pragma omp parallel
+    mix(experts, x, out, tokens, shape, scratch);
 }
 
 /* Copy the states after a layer to its places in features [tokens, taps, hidden]. Nothing waits for the copies: the states change
@@ -67,30 +165,27 @@ static void tap(int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden, bf
 static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, const Turns *turns, bf16 *x,
                       const Scratch *scratch) {
     const Heads *heads = &shape->heads;
-    int64_t tokens = plan->tokens, inner = shape->inner, parts = (inner + 511) / 512;
-    int64_t queries = heads->queries * heads->dim, width = queries + 2 * heads->keys * heads->dim;
-    Prepared room = {scratch->values, scratch->scales, scratch->sums};
+    int64_t tokens = plan->tokens, queries = heads->queries * heads->dim, width = queries + 2 * heads->keys * heads->dim;
     bf16 *rows = scratch->rows, *keys = rows + queries;
     AttentionCall call = {rows, keys, keys + heads->keys * heads->dim, layer->key_pool, layer->value_pool, scratch->mixed,
                           layer->sinks, width, heads->queries, heads->keys, heads->dim, shape->scale, shape->cap};
     const bf16 *read = norm(x, layer->before_attention, scratch->normed, tokens, shape);
-    multiply(&layer->project, read, shape->hidden, room, tokens, rows, 0);
+    multiply(&layer->project, read, shape->hidden, room_of(scratch), tokens, rows, 0);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < tokens; row++) {
         turn_row(rows + row * width, layer->query_norm, layer->key_norm, turns, row, heads);
         store_row(&call, plan, row);
     }
     attend_all(&call, plan);
-    add(&layer->output, scratch->mixed, layer->behind_attention, x, tokens, shape, scratch);
+    add_product(&layer->output, scratch->mixed, layer->behind_attention, x, tokens, shape, scratch);
     read = norm(x, layer->before_mlp, scratch->normed, tokens, shape);
-    multiply(&layer->gate_up, read, shape->hidden, room, tokens, scratch->gated, 0);
-#pragma omp for schedule(static)
-    for (int64_t part = 0; part < tokens * parts; part++) {
-        int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
-        const bf16 *gate = scratch->gated + row * 2 * inner + from;
-        gate_row(gate, gate + inner, scratch->active + row * inner + from, size, shape->activation);
+    if (layer->experts) {
+        mix(layer->experts, read, scratch->normed, tokens, shape, scratch);
+        add(layer->behind_mlp, x, tokens, shape, scratch);
+    } else {
+        gate(&layer->gate_up, read, tokens, layer->down.inputs, shape, scratch);
+        add_product(&layer->down, scratch->active, layer->behind_mlp, x, tokens, shape, scratch);
     }
-    add(&layer->down, scratch->active, layer->behind_mlp, x, tokens, shape, scratch);
 }
 
 /* States x [tokens, hidden] through ``count`` layers, in place. The states after the layers ``tapped [taps]``, -1 being before the

@@ -1,7 +1,7 @@
 """Attention over pages and whole decoder layers in C, for bf16 models on a CPU."""
 
 from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from volley.native import (
-    ACTIVATIONS,
     GROUP,
+    SILU,
     Activation,
+    ActivationStruct,
     HeadsStruct,
     Product,
     ProductStruct,
@@ -44,26 +45,34 @@ _NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp", "q
 _PRODUCTS = ("project", "output", "gate_up", "down")
 
 
+class _Experts(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "chosen", "normed")),
+        *(("gate_up", c_void_p), ("down", c_void_p), ("scores", ProductStruct)),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, c_void_p) for name in (*_NORMS, "key_pool", "value_pool")),
-        *(("plan", c_int64), ("turns", c_int64)),
+        *(("plan", c_int64), ("turns", c_int64), ("experts", c_void_p)),
         *((name, ProductStruct) for name in _PRODUCTS),
     )
 
 
 class _Shape(Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("hidden", "inner", "activation")),
-        ("heads", HeadsStruct),
+        *(("hidden", c_int64), ("heads", HeadsStruct), ("activation", ActivationStruct)),
         *((name, c_float) for name in ("scale", "cap", "residual")),
     )
 
 
+_ROOM = ("normed", "rows", "mixed", "gated", "active", "values", "scales", "sums")
+_ROOM_OF_EXPERTS = ("scores", "ids", "starts", "order", "weights", "summed", "gathered")
+
+
 class _Scratch(Structure):
-    _fields_ = tuple(
-        (name, c_void_p) for name in ("normed", "rows", "mixed", "gated", "active", "values", "scales", "sums")
-    )
+    _fields_ = tuple((name, c_void_p) for name in (*_ROOM, *_ROOM_OF_EXPERTS))
 
 
 def attends(heads: int, shared: int, dim: int) -> bool:
@@ -127,19 +136,42 @@ class LayerShape:
     scale: float
     rounds: bool = True
     """Norms round to bf16 before their weight, too."""
-    activation: Activation = "silu"
+    activation: Activation = SILU
     residual: float = 1.0
     """Times the outputs of attention and MLP, before they are added to the states."""
     softcap: float | None = None
     """As :class:`AttentionOptions` has it."""
+
+    @property
+    def struct(self) -> _Shape:
+        """With heads that are normed one by one."""
+        heads = HeadsStruct(self.heads, self.shared, self.dim, 0, self.rounds, self.eps)
+        scales = self.scale, self.softcap or 0.0, self.residual
+        return _Shape(self.hidden, heads, self.activation.struct, *scales)
 
 
 P = TypeVar("P", bound=Callable[[Tensor], Tensor])
 
 
 @dataclass(frozen=True)
+class Routing(Generic[P]):
+    """How tokens choose among the experts of a layer."""
+
+    scores: P
+    """``[T, E]`` of states ``[T, H]``."""
+    count: int
+    chosen: int
+    """Experts for each token."""
+    is_normed: bool
+    """The weights of those that are chosen make 1."""
+
+
+@dataclass(frozen=True)
 class LayerWeights(Generic[P]):
-    """Weights of the norms and the products of a layer: q, k and v; attention's output; gate and up; down."""
+    """Weights of the norms and the products of a layer: q, k and v; attention's output; gate and up; down.
+
+    With ``routing`` the last two are those of all experts, one below the other.
+    """
 
     before_attention: Tensor | None
     """``[H]``, as all norms before and behind a part of the layer."""
@@ -155,6 +187,7 @@ class LayerWeights(Generic[P]):
     output: P
     gate_up: P
     down: P
+    routing: Routing[P] | None = None
 
     @property
     def norms(self) -> tuple[Tensor, Tensor] | None:
@@ -163,7 +196,65 @@ class LayerWeights(Generic[P]):
 
     @property
     def products(self) -> tuple[P, ...]:
-        return self.project, self.output, self.gate_up, self.down
+        scores = () if self.routing is None else (self.routing.scores,)
+        return self.project, self.output, self.gate_up, self.down, *scores
+
+
+class _Room:
+    """Memory for what lies between the products of layers, of as many tokens as were ever asked for."""
+
+    def __init__(self, shape: LayerShape, routings: Sequence[Routing[Product]]) -> None:
+        self._shape, self._routings = shape, routings
+        self._tokens, self._struct, self._tensors = 0, _Scratch(), list[Tensor | None]()
+
+    def of(self, tokens: int) -> _Scratch:
+        if tokens > self._tokens:
+            shape = self._shape
+            heads = shape.heads * shape.dim
+            widest = max(shape.hidden, shape.inner, heads)
+            widths = (shape.hidden, heads + 2 * shape.shared * shape.dim, heads, 2 * shape.inner, shape.inner)
+            room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
+            room += input_room(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
+            if self._routings:
+                room += self._of_experts(tokens)
+            self._tokens, self._struct, self._tensors = tokens, _Scratch(*map(pointer, room)), room
+        return self._struct
+
+    def _of_experts(self, tokens: int) -> list[Tensor]:
+        count, chosen = (max(getattr(own, name) for own in self._routings) for name in ("count", "chosen"))
+        states = tokens * self._shape.hidden
+        return [
+            torch.empty(tokens * count, dtype=torch.bfloat16),
+            *(torch.empty(size, dtype=torch.int64) for size in (tokens * chosen, count + 1, tokens * chosen)),
+            *(torch.empty(size, dtype=torch.float32) for size in (tokens * chosen, states)),
+            torch.empty(states, dtype=torch.bfloat16),
+        ]
+
+
+class Experts:
+    """The experts of a layer, each a part of its products."""
+
+    def __init__(self, layer: LayerWeights[Product], shape: LayerShape) -> None:
+        assert layer.routing is not None
+        of, count = layer.routing, layer.routing.count
+        self._parts = [  # the structs point into them
+            [whole.part(e * own, (e + 1) * own) for e in range(count)]
+            for whole in (layer.gate_up, layer.down)
+            for own in [whole.outputs // count]
+        ]
+        self._arrays = [(ProductStruct * count)(*(part.struct for part in parts)) for parts in self._parts]
+        self.struct = _Experts(count, of.chosen, of.is_normed, *map(addressof, self._arrays), of.scores.struct)
+        self._shape, self._room = shape, _Room(shape, [of])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What they make of normed states ``[T, H]``, of which each token has its own."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        shape, room = self._shape.struct, self._room.of(len(x))
+        functions().mix_experts(
+            *(addressof(self.struct), x.data_ptr(), out.data_ptr(), len(x), byref(shape), byref(room))
+        )
+        return out
 
 
 class Decoder:
@@ -174,8 +265,10 @@ class Decoder:
         self._layers, self._shape = tuple(layers), shape
         self._array = (_Layer * len(layers))()
         self._norms: list[Tensor] = []
-        for struct, layer, own in zip(self._array, layers, turns, strict=True):
+        self._experts = [None if layer.routing is None else Experts(layer, shape) for layer in layers]
+        for struct, layer, own, experts in zip(self._array, layers, turns, self._experts, strict=True):
             struct.turns = own
+            struct.experts = None if experts is None else addressof(experts.struct)
             for name in _NORMS:
                 if (weight := getattr(layer, name)) is not None:
                     self._norms.append(weight.detach().float().contiguous())
@@ -183,13 +276,9 @@ class Decoder:
             for name in _PRODUCTS:
                 setattr(struct, name, getattr(layer, name).struct)
         of_queries = layers[0].query_norm
-        whole = of_queries is not None and len(of_queries) != shape.dim
-        self._struct = _Shape(
-            *(shape.hidden, shape.inner, ACTIVATIONS.index(shape.activation)),
-            HeadsStruct(shape.heads, shape.shared, shape.dim, whole, shape.rounds, shape.eps),
-            *(shape.scale, shape.softcap or 0.0, shape.residual),
-        )
-        self._room: tuple[int, _Scratch, list[Tensor | None]] = (0, _Scratch(), [])
+        self._struct = shape.struct
+        self._struct.heads.whole = of_queries is not None and len(of_queries) != shape.dim
+        self._room = _Room(shape, [layer.routing for layer in layers if layer.routing is not None])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
         """Where each layer's K and V lie, ``[slots, shared, d]``, and which of a pass's plans it attends by."""
@@ -209,16 +298,6 @@ class Decoder:
         features = states.new_empty(len(states), len(tapped) * states.shape[1])
         functions().run_layers(
             *(self._array, len(self._layers), byref(self._struct), structs, of_turns, states.data_ptr()),
-            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._scratch(len(states)))),
+            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._room.of(len(states)))),
         )
         return features
-
-    def _scratch(self, tokens: int) -> _Scratch:
-        if tokens > self._room[0]:
-            hidden, inner, heads = self._shape.hidden, self._shape.inner, self._shape.heads * self._shape.dim
-            widest = max(hidden, inner, heads)
-            widths = (hidden, heads + 2 * self._shape.shared * self._shape.dim, heads, 2 * inner, inner)
-            room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += input_room(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
-            self._room = (tokens, _Scratch(*map(pointer, room)), room)
-        return self._room[1]

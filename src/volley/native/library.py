@@ -26,6 +26,10 @@ class HeadsStruct(Structure):
     _fields_ = (*((name, c_int64) for name in ("queries", "keys", "dim", "whole", "rounds")), ("eps", c_float))
 
 
+class ActivationStruct(Structure):
+    _fields_ = (("kind", c_int64), ("alpha", c_float), ("limit", c_float))
+
+
 _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64],
     "rms_norm_floats": [*[c_void_p] * 3, c_int64, c_int64, c_float],
@@ -33,7 +37,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "norm_and_turn_floats": [*[c_void_p] * 6, *[c_int64] * 5, c_float],
     "gated_gelu_floats": [c_void_p, c_void_p, c_int64, c_int64],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
-    "gated": [c_void_p, c_void_p, *[c_int64] * 3],
+    "gated": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "cap": [c_void_p, c_int64, c_int64, c_float],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
@@ -56,6 +60,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "move_states": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64],
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
+    "mix_experts": [*[c_void_p] * 3, c_int64, c_void_p, c_void_p],
     "run_layers": [c_void_p, c_int64, *[c_void_p] * 6, c_int64, c_void_p],
 }
 

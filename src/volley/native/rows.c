@@ -63,8 +63,18 @@ FOR_EACH_CPU static void gelu_row(const float *gate, const float *up, float *out
     for (int64_t i = 0; i < size; i++) out[i] = gelu(gate[i]) * up[i];
 }
 
-FOR_EACH_CPU void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation) {
-    if (activation == GELU)
+/* gpt-oss's, rounded after each step */
+INLINE float clamped(float gate, float up, float alpha, float limit) {
+    gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
+    float sigmoid = rounded(1.0f / (1.0f + exponential(-rounded(gate * alpha))));
+    return rounded(up + 1.0f) * rounded(gate * sigmoid);
+}
+
+FOR_EACH_CPU void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, const Activation *activation) {
+    float alpha = activation->alpha, limit = activation->limit;
+    if (activation->kind == CLAMPED)
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(clamped(widen(gate[i]), widen(up[i]), alpha, limit));
+    else if (activation->kind == GELU)
         for (int64_t i = 0; i < size; i++) out[i] = narrow(rounded(gelu(widen(gate[i]))) * widen(up[i]));
     else
         for (int64_t i = 0; i < size; i++) out[i] = narrow(rounded(silu(widen(gate[i]))) * widen(up[i]));
@@ -146,7 +156,7 @@ void norm_and_turn(bf16 *x, int64_t stride, const float *of_queries, const float
 }
 
 /* activation(gate) * up of x [rows, gate | up] -> out [rows, size] */
-void gated(const bf16 *x, bf16 *out, int64_t rows, int64_t size, int64_t activation) {
+void gated(const bf16 *x, bf16 *out, int64_t rows, int64_t size, const Activation *activation) {
 #pragma omp parallel for if (rows * size > FEW / 4)
     for (int64_t row = 0; row < rows; row++)
         gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size, activation);

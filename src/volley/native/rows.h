@@ -3,7 +3,12 @@
 
 #include "common.h"
 
-enum { SILU, GELU };
+enum { SILU, GELU, CLAMPED };
+
+typedef struct { /* what the gates of an MLP go through */
+    int64_t kind;       /* CLAMPED: x sigmoid(alpha x) of gates up to ``limit``, times 1 + what is gated, within ``limit`` */
+    float alpha, limit;
+} Activation;
 
 typedef struct { /* of a rotary embedding */
     const float *cos, *sin; /* [tokens, width] */
@@ -25,7 +30,7 @@ void norm_row(const bf16 *x, const float *weight, bf16 *out, int64_t size, float
 void turn_row(bf16 *row, const float *of_queries, const float *of_keys, const Turns *turns, int64_t token, const Heads *of);
 
 /* activation(gate) * up of ``size`` elements */
-void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, int64_t activation);
+void gate_row(const bf16 *gate, const bf16 *up, bf16 *out, int64_t size, const Activation *activation);
 
 /* x + update * scale, in place */
 void add_row(bf16 *x, const bf16 *update, float scale, int64_t size);

@@ -29,6 +29,7 @@ from volley.native import Product, Weights
 
 pytestmark = needs_kernels
 LENGTH, PAGE = 40, 4
+ROUTED = {"qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"}
 ALL: dict[str, Callable[[], Any]] = {
     **FUSED,
     **OTHERS,
@@ -95,10 +96,20 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
+def usual_error(found: Tensor, wanted: Tensor) -> float:
+    """Half of the tokens are no further off."""
+    errors = (found.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
+    return float(errors.median())
+
+
 def assert_as_exact(name: str, found: tuple[Tensor, Tensor]) -> None:
-    """Logits and taps are about as far from those in fp32 as transformers' own in bf16 are."""
+    """Logits and taps are about as far from those in fp32 as transformers' own in bf16 are.
+
+    Where scores of experts are nearly equal, a rounding gives a token others.
+    """
+    compare = usual_error if name in ROUTED else error
     for mine, theirs, exact in zip(found, expected(name), expected(name, torch.float32), strict=True):
-        assert error(mine, exact) <= 1.5 * error(theirs, exact)
+        assert compare(mine, exact) <= 1.5 * compare(theirs, exact)
 
 
 def fused_layers(model: tf.PreTrainedModel) -> list[nn.Module]:
@@ -224,12 +235,23 @@ def test_a_model_that_does_something_else_with_its_states_keeps_its_own_loop() -
 
 def test_layers_of_several_shapes_run_one_by_one() -> None:
     model = copy.deepcopy(plain("llama"))
-    model.model.layers[1].mlp = tf.models.llama.modeling_llama.LlamaMLP(
-        tf.LlamaConfig(**{**COMMON, "intermediate_size": 64})
-    ).bfloat16()
+    for norm in (model.model.layers[1].input_layernorm, model.model.layers[1].post_attention_layernorm):
+        norm.variance_epsilon = 0.1
     accelerate(model)
     assert len(fused_layers(model)) == 3
     assert FusedDecoder.of_layers(list(model.model.layers)) is None
+
+
+def test_mlps_may_differ_in_their_width() -> None:
+    model = copy.deepcopy(plain("llama"))
+    narrow = tf.LlamaConfig(**{**COMMON, "intermediate_size": 64})
+    model.model.layers[0].mlp = tf.models.llama.modeling_llama.LlamaMLP(narrow).bfloat16()
+    wanted = by_transformers(copy.deepcopy(model))
+    accelerate(model)
+    target = Target(model)
+    assert target.fused is not None
+    for found, own in zip(forward(target, [9, 31]), wanted, strict=True):
+        assert error(found, own) < 2**-5
 
 
 # -- weights that are given up ------------------------------------------------------------------------------------------
@@ -269,14 +291,19 @@ def test_targets_of_codes(name: str, weights: Weights) -> None:
     whole = forward(target, [LENGTH])
     decoded = copy.deepcopy(plain(name))
     for module in decoded.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.copy_(Product(module.weight, None, weights).weight())
+        matrices = [module.weight] if isinstance(module, nn.Linear) else []
+        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            experts = (*module.gate_up_proj, *module.down_proj)
+            matrices = [matrix.T if module.is_transposed else matrix for matrix in experts]
+        for matrix in matrices:
+            matrix.copy_(Product(matrix.contiguous(), None, weights).weight())
     embedding = decoded.get_input_embeddings().weight
     if embedding is not decoded.get_output_embeddings().weight:
         embedding.copy_(Product(embedding, None, "int8").weight())
     wanted, _ = by_transformers(decoded)
-    assert error(whole[0], wanted) < (0.2 if name == "gemma2" else 2**-3)  # its logits are capped
-    assert error(whole[0], expected(name)[0]) > error(whole[0], wanted)
+    compare = usual_error if name in ROUTED else error
+    assert compare(whole[0], wanted) < (0.2 if name == "gemma2" else 2**-3)  # its logits are capped
+    assert compare(whole[0], expected(name)[0]) > compare(whole[0], wanted)
     for found, again in zip(forward(target, [7, 1, 1, 20, 11]), whole, strict=True):
         assert torch.equal(found, again)
 

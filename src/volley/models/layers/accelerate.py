@@ -35,6 +35,7 @@ from volley.models.layers.products import (
     make_product,
 )
 from volley.models.layers.residency import MappedFiles, StackedRows, trim
+from volley.models.layers.routed import WEIGHTS
 from volley.native import Weights
 
 log = logging.getLogger("volley")
@@ -218,17 +219,19 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
             assert parts is not None
             for name in parts.linear:
                 release_weight(layer.get_submodule(name), files)
+            for name in () if parts.router is None else WEIGHTS:
+                release_weight(layer.get_submodule("mlp.experts"), files, name)
             trim()
     return done
 
 
-def release_weight(layer: nn.Module, files: MappedFiles) -> None:
+def release_weight(layer: nn.Module, files: MappedFiles, name: str = "weight") -> None:
     """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
-    weight = layer.get_parameter("weight")
+    weight = layer.get_parameter(name)
     released = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
     released.sample = sample(weight)  # type: ignore[attr-defined]
     files.forget(weight)
-    layer.weight = released
+    setattr(layer, name, released)
 
 
 def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:

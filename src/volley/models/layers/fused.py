@@ -11,6 +11,7 @@ where K and V lie in bf16 pages.
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import signature
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Self
@@ -29,8 +30,9 @@ from volley.memory.native_attention import attention_plan, serves
 from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
 from volley.models.layers.products import codes_of, inputs_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
-from volley.native import Activation, Product, Turns, Weights
-from volley.native.decoder import Decoder, LayerShape, LayerWeights, P, attends
+from volley.models.layers.routed import RoutedMLP
+from volley.native import GELU, SILU, Activation, Product, Turns, Weights
+from volley.native.decoder import Decoder, Experts, LayerShape, LayerWeights, P, Routing, attends
 
 _TOLERANCE = 2**-6
 _ASKING = Lock()  # transformers' table of attention functions is one for all threads
@@ -63,6 +65,9 @@ _JOINED = (
 """Linear layers that read the same input, by the names that families give them, in the order of their outputs."""
 
 
+_ROUTERS = ("mlp.gate", "mlp.router")
+
+
 class LayerParts(NamedTuple):
     """Names of the modules that a decoder layer consists of."""
 
@@ -71,7 +76,9 @@ class LayerParts(NamedTuple):
     head_norms: tuple[str, ...]
     """Of queries and keys, if there are any."""
     joined: tuple[tuple[str, ...], ...]
-    """Linear layers that read the same input."""
+    """Linear layers that read the same input: of attention, and of the MLP unless that has experts."""
+    router: str | None = None
+    """What chooses among the experts ``mlp.experts``."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> "LayerParts | None":
@@ -79,24 +86,24 @@ class LayerParts(NamedTuple):
         modules = dict(layer.named_modules())
         own = {name for name, part in layer.named_children() if next(part.parameters(), None) is not None}
         norms = _NORMS.get(frozenset(own - {"self_attn", "mlp"}))
-        found = [next((names for names in choice if names[0] in modules), ()) for choice in _JOINED]
-        if (
-            norms is None
-            or not {"self_attn", "mlp"} <= own
-            or not all(map(_alike, ([modules.get(name) for name in names] for names in found)))
-        ):
-            return None
         inside = {
             name
-            for name in modules
-            if name.startswith(("self_attn.", "mlp."))
-            and next(modules[name].parameters(recurse=False), None) is not None
+            for name, module in modules.items()
+            if name.startswith(("self_attn.", "mlp.")) and next(module.parameters(recurse=False), None) is not None
         }
-        head_norms = inside - {name for names in found for name in names}
+        router = next((name for name in _ROUTERS if inside >= {name, "mlp.experts"}), None)
+        choices = _JOINED if router is None else _JOINED[:2]
+        found = [next((names for names in choice if names[0] in modules), ()) for choice in choices]
+        if norms is None or not {"self_attn", "mlp"} <= own:
+            return None
+        if not all(_alike([modules.get(name) for name in names]) for names in found):
+            return None
+        routed = set() if router is None else {router, "mlp.experts"}
+        head_norms = inside - routed - {name for names in found for name in names}
         named = ("self_attn.q_norm", "self_attn.k_norm")
         if head_norms not in (set(), set(named)):
             return None
-        return cls(norms, named if head_norms else (), tuple(found))
+        return cls(norms, named if head_norms else (), tuple(found), router)
 
     @property
     def linear(self) -> list[str]:
@@ -106,7 +113,11 @@ class LayerParts(NamedTuple):
     @property
     def is_llamas(self) -> bool:
         """Whether they are those of Llama or Qwen, by name."""
-        return self.norms[1] is None is self.norms[3] and self.joined == tuple(choice[0] for choice in _JOINED)
+        return (
+            self.router is None
+            and self.norms[1] is None is self.norms[3]
+            and self.joined == tuple(choice[0] for choice in _JOINED)
+        )
 
     def all_norms(self, layer: nn.Module) -> list[nn.Module]:
         return [layer.get_submodule(name) for name in (*self.norms, *self.head_norms) if name is not None]
@@ -128,13 +139,24 @@ def is_gated_layer(layer: nn.Module) -> bool:
 
 
 def layer_weights(
-    layer: Any, join: Callable[[Sequence[nn.Linear]], P], style: NormStyle = STYLES[0]
+    layer: Any,
+    join: Callable[[Sequence[nn.Linear]], P],
+    style: NormStyle = STYLES[0],
+    routed: Callable[[], tuple[P, P, Routing[P] | None]] | None = None,
 ) -> LayerWeights[P]:
-    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike."""
+    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike.
+
+    ``routed`` makes those of experts.
+    """
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
     norms = [_scale(layer, name, style) for name in (*parts.norms, *(parts.head_norms or (None, None)))]
-    project, output, gate_up, down = (join([layer.get_submodule(name) for name in names]) for names in parts.joined)
+    project, output, *rest = (join([layer.get_submodule(name) for name in names]) for names in parts.joined)
+    routing = None
+    if routed is None:
+        gate_up, down = rest
+    else:
+        gate_up, down, routing = routed()
     return LayerWeights(
         before_attention=norms[0],
         behind_attention=norms[1],
@@ -147,6 +169,7 @@ def layer_weights(
         output=output,
         gate_up=gate_up,
         down=down,
+        routing=routing,
     )
 
 
@@ -155,7 +178,11 @@ def _scale(layer: nn.Module, name: str | None, style: NormStyle) -> Tensor | Non
 
 
 def products_of(
-    layer: Any, weights: Weights, files: MappedFiles | None = None, style: NormStyle = STYLES[0]
+    layer: Any,
+    weights: Weights,
+    files: MappedFiles | None = None,
+    style: NormStyle = STYLES[0],
+    routed: RoutedMLP | None = None,
 ) -> LayerWeights[Product]:
     """Copies of the weights of a decoder layer; those read from ``files`` leave memory on the way."""
 
@@ -165,7 +192,14 @@ def products_of(
         stored = [] if weights == "bf16" else codes_of(layers)
         return Product(rows, torch.cat(biases) if biases else None, weights, stored)
 
-    return layer_weights(layer, join, style)
+    if routed is None:
+        return layer_weights(layer, join, style)
+    return layer_weights(layer, join, style, lambda: routed.products(_kind_of_experts(layer, weights), files))
+
+
+def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
+    """How experts are kept: as they are where a file's own codes were decoded, which rounding would change."""
+    return "bf16" if hasattr(layer.self_attn.o_proj, "stored_codes") else weights
 
 
 def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
@@ -174,12 +208,16 @@ def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
 
 
 def layer_shape(
-    layer: Any, options: AttentionOptions, style: NormStyle = STYLES[0], activation: Activation = "silu"
+    layer: Any,
+    options: AttentionOptions,
+    style: NormStyle = STYLES[0],
+    activation: Activation = SILU,
+    routed: RoutedMLP | None = None,
 ) -> LayerShape:
     """The shape of a layer that has :class:`LayerParts`."""
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
-    project, _, _, down = ([layer.get_submodule(name) for name in names] for names in parts.joined)
+    project, _, *mlp = ([layer.get_submodule(name) for name in names] for names in parts.joined)
     dim, heads = layer.self_attn.head_dim, layer.self_attn.o_proj.in_features // layer.self_attn.head_dim
     eps = eps_of(parts.all_norms(layer)[0])
     assert eps is not None
@@ -188,7 +226,7 @@ def layer_shape(
         heads=heads,
         shared=(sum(part.out_features for part in project) // dim - heads) // 2,
         dim=dim,
-        inner=down[0].in_features,
+        inner=mlp[1][0].in_features if routed is None else routed.inner,
         eps=eps,
         scale=options.scale,
         rounds=style.rounds,
@@ -199,7 +237,7 @@ def layer_shape(
 
 
 def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
-    """Whether a layer has parts and sizes that the kernels for a CPU take."""
+    """Whether a layer has parts and sizes that the kernels for a CPU take; experts are looked at when they are tried."""
     parts = LayerParts.of(layer)
     return (
         parts is not None
@@ -280,14 +318,16 @@ class Recognised(NamedTuple):
     activation: Activation
     rotaries: tuple[Rotary | None, ...]
     """How it may turn queries and keys; ``None``: not at all."""
+    routed: RoutedMLP | None
+    """Its MLP, if it has experts."""
 
     def shape(self, layer: nn.Module) -> LayerShape:
-        return layer_shape(layer, self.options, self.style, self.activation)
+        return layer_shape(layer, self.options, self.style, self.activation, self.routed)
 
     def is_llamas(self, layer: nn.Module) -> bool:
         """Whether it computes as Llama's or Qwen's layers do, if it turns whole heads."""
         shape = self.shape(layer)
-        plain = shape.activation == "silu" and shape.residual == 1.0 and not self.style.offset
+        plain = shape.activation == SILU and shape.residual == 1.0 and not self.style.offset
         is_usual = self.options.softcap is None and self.options.sinks is None
         return is_gated_layer(layer) and plain and is_usual and self.turns[0].shape[-1] == shape.dim
 
@@ -298,7 +338,13 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
     parts = LayerParts.of(layer)
     if parts is None or not all(hasattr(attention, name) for name in ("config", "layer_idx", "head_dim")):
         return None
-    style, activation = style_of(parts.all_norms(layer)), _activation(layer.mlp)
+    routed = None
+    if parts.router is not None:
+        routed = RoutedMLP.of(layer.get_submodule(parts.router), layer.get_submodule("mlp.experts"))
+        if routed is None:
+            return None
+    style = style_of(parts.all_norms(layer))
+    activation = _activation(layer.mlp) if routed is None else routed.activation
     if style is None or activation is None:
         return None
     weight = layer.get_submodule(parts.joined[0][0]).get_parameter("weight")
@@ -310,7 +356,7 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
         return None
     is_half = 2 * tried.turns[0].shape[-1] == attention.head_dim
     rotaries = (Rotary(kind, is_half=False), *([Rotary(kind, is_half=True)] if is_half else []), None)
-    return Recognised(states, *tried, style, activation, rotaries)
+    return Recognised(states, *tried, style, activation, rotaries, routed)
 
 
 class LayerForward(ABC):
@@ -391,9 +437,17 @@ class LayerForward(ABC):
 class FusedLayer(LayerForward, Generic[P]):
     """A layer in volley's kernels for a CPU."""
 
-    def __init__(self, layer: nn.Module, seen: Recognised, rotary: Rotary | None, weights: LayerWeights[P]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        seen: Recognised,
+        rotary: Rotary | None,
+        weights: LayerWeights[P],
+        experts: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """``experts`` are the layer's MLP, if it has any."""
         super().__init__(layer, seen, rotary)
-        self.weights = weights
+        self.weights, self.experts = weights, experts
 
     @staticmethod
     def of(
@@ -408,10 +462,15 @@ class FusedLayer(LayerForward, Generic[P]):
         seen = recognise(layer, rotary)
         if seen is None:
             return None
-        own = layer_weights(layer, _side_by_side, seen.style)
+        routed, mlp = seen.routed, None if seen.routed is None else seen.routed.__call__
+        if routed is not None and not routed.fits(_kind_of_experts(layer, weights)):
+            return None
+        own = layer_weights(layer, _side_by_side, seen.style, mlp and (lambda: (mlp, mlp, None)))
         for turning in seen.rotaries:
-            if FusedLayer(layer, seen, turning, own).computes(seen):
-                return FusedLayer(layer, seen, turning, products_of(layer, weights, files, seen.style))
+            if FusedLayer(layer, seen, turning, own, mlp).computes(seen):
+                products = products_of(layer, weights, files, seen.style, routed)
+                experts = None if routed is None else Experts(products, seen.shape(layer))
+                return FusedLayer(layer, seen, turning, products, experts)
         return None
 
     def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
@@ -424,8 +483,10 @@ class FusedLayer(LayerForward, Generic[P]):
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
         of = self.weights
         states = self._add(states, of.output(mixed), of.behind_attention)
-        gated = native.gated(of.gate_up(self._norm(states, of.before_mlp)), self.shape.activation)
-        return self._add(states, of.down(gated), of.behind_mlp)
+        normed = self._norm(states, of.before_mlp)
+        if self.experts is not None:
+            return self._add(states, self.experts(normed), of.behind_mlp)
+        return self._add(states, of.down(native.gated(of.gate_up(normed), self.shape.activation)), of.behind_mlp)
 
     def _norm(self, states: Tensor, weight: Tensor | None) -> Tensor:
         return states if weight is None else native.rms_norm(states, weight, self.shape.eps, rounds=self.shape.rounds)
@@ -463,10 +524,13 @@ class FusedDecoder:
         """Of transformers' decoder layers, if all of them are fused and of one shape."""
         fused = [vars(layer).get("forward") for layer in layers]
         found = [forward for forward in fused if isinstance(forward, FusedLayer)]
-        if not found or len(found) < len(fused) or any(layer.shape != found[0].shape for layer in found):
+        if not found or len(found) < len(fused):
+            return None
+        widest = max(found, key=lambda layer: layer.shape.inner).shape
+        if any(replace(layer.shape, inner=widest.inner) != widest for layer in found):
             return None
         windows, rotaries = [layer.options.window for layer in found], [layer.rotary for layer in found]
-        return cls([layer.weights for layer in found], found[0].shape, windows, rotaries)
+        return cls([layer.weights for layer in found], widest, windows, rotaries)
 
     def serves(self, store: KVStore) -> bool:
         """Whether K and V in ``store`` are where the kernels read them."""
@@ -553,5 +617,5 @@ def _activation(mlp: Any) -> Activation | None:
     if function is None:
         return None
     if torch.equal(function(x), silu(x)):
-        return "silu"
-    return "gelu" if torch.equal(function(x), gelu(x, approximate="tanh")) else None
+        return SILU
+    return GELU if torch.equal(function(x), gelu(x, approximate="tanh")) else None

@@ -1,0 +1,127 @@
+"""Experts of a decoder layer as products, and how tokens choose among them, told by trying."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, silu
+
+from volley import native
+from volley.models.layers.residency import MappedFiles, StackedRows
+from volley.native import GELU, SILU, Activation, Product, Weights
+from volley.native.decoder import Routing
+from volley.native.formats import BLOCK
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class RoutedMLP(NamedTuple):
+    """A router that chooses by a softmax, and experts with gates."""
+
+    router: Any
+    experts: Any
+    activation: Activation
+    is_normed: bool
+    """The weights of the experts that are chosen make 1."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, router: nn.Module, experts: nn.Module) -> Self | None:
+        """``None`` if they are of another kind."""
+        own: Any = experts
+        if not (getattr(own, "has_gate", False) and not own._is_expert_parallel and hasattr(router, "top_k")):
+            return None
+        weight = getattr(router, "weight", None)
+        if not isinstance(weight, Tensor) or weight.is_meta or weight.dtype != own.down_proj.dtype:
+            return None
+        activation = _activation(own)
+        x = torch.randn(6, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight)
+        chosen = router(x)
+        if activation is None or not isinstance(chosen, tuple) or len(chosen) != 3:
+            return None
+        _, weights, ids = chosen
+        order = ids.argsort(dim=-1)
+        for is_normed in (True, False):
+            found = cls(router, own, activation, is_normed)
+            own_ids, own_weights = found.choose(x)
+            own_order = own_ids.argsort(dim=-1)
+            alike = torch.equal(own_ids.gather(-1, own_order), ids.gather(-1, order))
+            wanted = weights.gather(-1, order).float()
+            if alike and torch.allclose(own_weights.gather(-1, own_order).float(), wanted, rtol=2**-6, atol=1e-6):
+                return found
+        return None
+
+    @property
+    def inner(self) -> int:
+        size: int = self.experts.down_proj.shape[1 if self.experts.is_transposed else 2]
+        return size
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of normed states ``[T, H]``, and their weights, ``[T, chosen]``."""
+        scores = linear(x, self.router.weight, getattr(self.router, "bias", None)).float().softmax(dim=-1)
+        weights, ids = scores.topk(self.router.top_k, dim=-1)
+        if self.is_normed:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights.to(x.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """By transformers' own experts."""
+        mixed: Tensor = self.experts(x, *self.choose(x))
+        return mixed
+
+    def rows(self, name: str) -> list[Tensor]:
+        """The weights of all experts, ``[out, in]`` each, gates before what they gate."""
+        weight = self.experts.get_parameter(name).detach()
+        matrices = weight.transpose(1, 2) if self.experts.is_transposed else weight
+        if name == WEIGHTS[0] and not self.experts.is_concatenated:
+            return [half for matrix in matrices for half in (matrix[::2], matrix[1::2])]
+        return list(matrices)
+
+    def bias(self, name: str) -> Tensor | None:
+        """Biases of all experts, in the same order."""
+        if not self.experts.has_bias:
+            return None
+        bias: Tensor = self.experts.get_parameter(f"{name}_bias").detach()
+        if name == WEIGHTS[0] and not self.experts.is_concatenated:
+            bias = bias.view(len(bias), -1, 2).transpose(1, 2)
+        return bias.reshape(-1)
+
+    def fits(self, weights: Weights) -> bool:
+        """Whether products take their sizes, each expert being a part of one."""
+        sizes = 2 * self.inner, self.router.weight.shape[1]
+        alike = all(native.fits(self.rows(name)[0], weights) for name in WEIGHTS)
+        return alike and native.fits(self.router.weight, "bf16") and not any(size % BLOCK for size in sizes)
+
+    def products(self, weights: Weights, files: MappedFiles | None) -> tuple[Product, Product, Routing[Product]]:
+        """Copies of the weights of all experts, and of the router, which stays bf16."""
+
+        def make(name: str) -> Product:
+            own_files = None if self.experts.is_transposed else files
+            return Product(StackedRows(self.rows(name), own_files), self.bias(name), weights)
+
+        bias = getattr(self.router, "bias", None)
+        scores = Product(self.router.weight.detach(), None if bias is None else bias.detach(), "bf16")
+        routing = Routing(scores, len(self.router.weight), self.router.top_k, self.is_normed)
+        return make(WEIGHTS[0]), make(WEIGHTS[1]), routing
+
+
+def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _activation(experts: Any) -> Activation | None:
+    """What the gates of experts go through, if the kernels have it."""
+    x = torch.linspace(-9, 9, 64).view(2, 32).to(experts.down_proj)
+    gate, up = x.chunk(2, dim=-1) if experts.is_concatenated else (x[:, ::2], x[:, 1::2])
+    choices: dict[Activation, Callable[[], Tensor]] = {
+        SILU: lambda: silu(gate) * up,
+        GELU: lambda: gelu(gate, approximate="tanh") * up,
+    }
+    if hasattr(experts, "alpha") and hasattr(experts, "limit"):
+        own = Activation("clamped", float(experts.alpha), float(experts.limit))
+        choices[own] = lambda: _clamped(gate, up, own.alpha, own.limit)
+    expected = experts._apply_gate(x).float()
+    alike = (name for name, make in choices.items() if torch.allclose(make().float(), expected, rtol=2**-6, atol=1e-6))
+    return next(alike, None)
