@@ -41,22 +41,22 @@ TAU_PROMPTS, SPEED_PROMPTS, TOKENS = 64, 8, 64
 CARD = """\
 # SmolLM2-135M-Instruct's drafter
 
-A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers, block
-size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
+A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers,
+block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
 
-It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses (T = 0 and 0.7,
-up to 224 tokens; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
+It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses (T = 0 and
+0.7, up to 224 tokens; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
 
 | held-out prompts | τ of chains of {block}, drafts alone | plain decoding | prompt lookup alone | with the drafter |
 |---|---|---|---|---|
 {rows}
 
-τ is over {tau_prompts} prompts of all kinds below, speeds (tokens/s, and × plain decoding) over {speed_prompts} of them, one at a time,
-{tokens_each} tokens each, in turns: {machine}.
+τ is over {tau_prompts} prompts of all kinds below, speeds (tokens/s, and × plain decoding) over {speed_prompts} of them, one at a
+time, {tokens_each} tokens each, in turns: {machine}.
 
 ## Data and licences
 
-Target: SmolLM2-135M-Instruct (HuggingFaceTB), Apache-2.0. Prompts were made of these texts; what is learnt are the target's answers.
+Target: SmolLM2-135M-Instruct (HuggingFaceTB), Apache-2.0. Prompts were made of these texts; the target's answers are learnt.
 
 | text | source | licence |
 |---|---|---|
