@@ -11,7 +11,7 @@ from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Codes, Weights, blocks
 from volley.native.codes import quantise_finely
-from volley.native.formats import FORMATS, STORED, Format
+from volley.native.formats import FORMATS, PACK, STORED, Format
 
 _ROUNDED = FORMATS["Q8_0"]
 """What weights of other types become in a file of codes."""
@@ -48,7 +48,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
     found = {
         name: of_type(file.type(name))
         for name in file
-        if len(file.shape(name)) == 2 and name not in unread and _ROUTER not in name
+        if _is_matrix(file.shape(name)) and name not in unread and _ROUTER not in name
     }
     for name in list(found):
         for parts in _JOINED:
@@ -57,6 +57,11 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
                 if None in [found[one] for one in together if one in found]:
                     found |= dict.fromkeys(together)
     return found
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether codes have room for a tensor; a convolution's few taps stay numbers."""
+    return len(shape) == 2 and shape[1] % PACK == 0
 
 
 def describe(file: GGUFFile, weights: Weights) -> str:
