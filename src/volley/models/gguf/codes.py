@@ -14,7 +14,7 @@ from volley.native.codes import quantise_finely
 from volley.native.formats import FORMATS, PACK, STORED, Format
 
 _ROUNDED = FORMATS["Q8_0"]
-"""What weights of other types become in a file of codes."""
+"""Format of all other weights in a file of codes."""
 _ROUTER = ".ffn_gate_inp."  # of experts, which are no matrices and stay bf16 as it does
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
@@ -60,12 +60,12 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
-    """Whether codes have room for a tensor; a convolution's few taps stay numbers."""
+    """Return whether a tensor can be codes; a convolution's few taps stay numbers."""
     return len(shape) == 2 and shape[1] % PACK == 0
 
 
 def describe(file: GGUFFile, weights: Weights) -> str:
-    """What becomes of a file's weights: ``Q4_1 exact in int4 with minima, groups of 32; F16 rounded to int8, groups of 32``."""
+    """What becomes of a file's weights: ``Q4_1 exact in int4 with minima, groups of 32``."""
     said: dict[str, list[str]] = {}
     for stored, kinds in sorted(_kinds(file, weights).items()):
         for of in sorted(kinds, key=str):
