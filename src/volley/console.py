@@ -1,7 +1,7 @@
 """What the ``generate`` and ``demo`` commands show: streamed answers, their statistics, plain decoding beside them."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
@@ -29,6 +29,12 @@ DEMO_PROMPTS = {
     "How many bags does she fill?",
     "code": "Write a function to find the largest number in a list and return it together with its index.",
     "command help": "How do I use `tar`?",
+}
+SMOLLM2_PROMPTS = {
+    "question": "What is the difference between weather and climate?",
+    "code": "Write a Python function that tells whether a word is a palindrome, and explain it.",
+    "editing": "Correct the spelling of this text and repeat it: Yesterday I went to the libary to borow a book about "
+    "the histry of trains. The libarian was very helpfull and showed me three diferent books.",
 }
 DEMO_TOKENS = 128
 DEMO_TURNS = 3
@@ -205,9 +211,10 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
     return table
 
 
-def demo(engine: "Engine", out: Console) -> bool:
+def demo(engine: "Engine", out: Console, prompts: Mapping[str, str] = DEMO_PROMPTS) -> bool:
     """Stream three answers, measure both ways of decoding on each; False if tokens differed without a tie to explain it."""
     rows = _answer_each(
+        prompts,
         lambda prompt, params: stream(engine, prompt, params, out),
         partial(compare, engine, without_drafter(engine)),
         out,
@@ -215,7 +222,7 @@ def demo(engine: "Engine", out: Console) -> bool:
     out.print()
     if out.is_terminal:
         out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
-    return _report(engine, rows, out)
+    return _report(engine, prompts, rows, out)
 
 
 def demo_diffusion(engine: "Engine", out: Console) -> bool:
@@ -228,19 +235,22 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
         passes = painted.denoising_steps + painted.commit_passes
         out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
 
-    rows = _answer_each(paint, partial(compare_modes, engine), out)
+    rows = _answer_each(DEMO_PROMPTS, paint, partial(compare_modes, engine), out)
     out.print(
         "\nThe same model drafting a canvas and verifying it causally, beside one token at a time:\n", soft_wrap=True
     )
-    return _report(engine, rows, out)
+    return _report(engine, DEMO_PROMPTS, rows, out)
 
 
 def _answer_each(
-    answer: Callable[[list[Message], SamplingParams], object], compare: Callable[..., Comparison], out: Console
+    prompts: Mapping[str, str],
+    answer: Callable[[list[Message], SamplingParams], object],
+    compare: Callable[..., Comparison],
+    out: Console,
 ) -> dict[str, Comparison]:
     """Answer each of the demo's prompts, and compare two ways of decoding on it."""
     rows, params = dict[str, Comparison](), SamplingParams(max_tokens=DEMO_TOKENS)
-    for name, text in DEMO_PROMPTS.items():
+    for name, text in prompts.items():
         prompt: list[Message] = [{"role": "user", "content": text}]
         if not rows:
             compare(prompt, WARM_UP)
@@ -250,14 +260,14 @@ def _answer_each(
     return rows
 
 
-def _report(engine: "Engine", rows: dict[str, Comparison], out: Console) -> bool:
+def _report(engine: "Engine", prompts: Mapping[str, str], rows: dict[str, Comparison], out: Console) -> bool:
     """The demo's prompts in a table; False if tokens differed without a tie to explain it."""
     out.print(comparison_table(rows))
     out.print(f"Each row is the median of {DEMO_TURNS} turns by its speedup.")
     explained = True
     for name, row in rows.items():
         if not row.identical:
-            prompt = [{"role": "user", "content": DEMO_PROMPTS[name]}]
+            prompt = [{"role": "user", "content": prompts[name]}]
             explanation = explain_difference(engine, row, prompt)
             explained = explained and explanation is not None
             out.print(f"{name}: {explanation or BUG}")

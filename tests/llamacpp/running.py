@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,22 +80,36 @@ def ask(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> LlamaAn
 _CONVERT = """
 import runpy, sys
 sys.path[:0] = [{source!r}, {package!r}]
-from conversion import base
+from conversion import base, gemma, phi
 def no_sentencepiece(self):
     raise FileNotFoundError  # asked first, and its package is not needed for anything else
 base.TextModel._create_vocab_sentencepiece = no_sentencepiece
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows published tokenizers only
-sys.argv[:] = {arguments!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
+for model in (gemma.Gemma2Model, phi.Phi3MiniModel):
+    model.set_vocab = base.TextModel._set_vocab_gpt2
+for arguments in {calls!r}:
+    sys.argv[:] = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 """
 
 
 def convert(folder: Path, out: Path) -> Path:
     """A target's folder as llama.cpp's converter writes it, in bf16."""
-    arguments = [str(SOURCE / "convert_hf_to_gguf.py"), str(folder), "--outtype", "bf16", "--outfile", str(out)]
-    code = _CONVERT.format(source=str(SOURCE), package=str(SOURCE / "gguf-py"), arguments=arguments)
-    _run(sys.executable, "-c", code)
+    convert_all({folder: out}, "bf16")
     return out
+
+
+def convert_all(files: Mapping[Path, Path], kind: str) -> None:
+    """Convert folders to files of ``kind``, in one process; layers that predict further tokens are left out."""
+    script, ending = str(SOURCE / "convert_hf_to_gguf.py"), ["--no-mtp", "--outtype", kind, "--outfile"]
+    calls = []
+    for folder, out in files.items():
+        predicts = (
+            "Qwen3Next" in (folder / "config.json").read_text() or "Qwen3_5" in (folder / "config.json").read_text()
+        )
+        calls.append([script, str(folder), *ending[not predicts :], str(out)])
+    code = _CONVERT.format(source=str(SOURCE), package=str(SOURCE / "gguf-py"), calls=calls)
+    _run(sys.executable, "-c", code)
 
 
 def quantise(source: Path, out: Path, kind: str) -> Path:

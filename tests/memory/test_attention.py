@@ -62,6 +62,8 @@ def visible(segment: Segment, row: int, key: int, window: int | None, symmetric:
     """The definition: who sees whom; ``row`` in the segment, ``key`` in the table."""
     if segment.groups is not None:
         first, end = group_of(segment, row)
+        if symmetric and end - first > 1:
+            return key < end and (window is None or abs(key - segment.start - row) <= window)
         return key < end and (window is None or key > first - window)
     if not segment.causal and symmetric:
         return window is None or abs(key - segment.start - row) <= window

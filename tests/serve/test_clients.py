@@ -18,6 +18,7 @@ from openai.types.responses import response_create_params
 from benchmarks.lm_eval import SUBJECTS, evaluate, numbers, write_tasks
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_tools import TEMPLATE
+from volley.serve.anthropic import MessagesRequest
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.responses import ResponsesRequest
 
@@ -32,6 +33,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatRequest,),
     "/v1/responses": (ResponsesRequest,),
+    "/v1/messages": (MessagesRequest,),
     "/tokenize": (TokenizeRequest,),
     "/detokenize": (DetokenizeRequest,),
 }
@@ -149,6 +151,16 @@ def test_the_examples_of_openai_run(server: Running, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out
     assert [message["role"] for message in known["messages"] if isinstance(message, dict)] == ["user", "tool"]
     assert known["items"][1].type == "function_call"
+
+
+def test_the_example_of_anthropic_runs(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    known: dict[str, Any] = {}
+    (code,) = blocks("anthropic", "python")
+    code = for_server(code, server).replace("max_tokens=1000", 'max_tokens=120, extra_body={"seed": 1}')
+    code = code.replace('"type": "string"', '"type": "string", "maxLength": 5')
+    exec(code.replace('"required": ["city"]', '"required": ["city"], "additionalProperties": False'), known)
+    assert capsys.readouterr().out
+    assert known["call"].type == "tool_use"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

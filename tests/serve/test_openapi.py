@@ -49,6 +49,8 @@ def test_the_document_covers_every_endpoint(server: Running) -> None:
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{model}",
         "/health",

@@ -22,8 +22,8 @@ from volley.models.targets.loading import load_causal_lm
 from volley.models.targets.target import Target
 from volley.train.loop import train
 from volley.train.options import TrainConfig
+from volley.train.presets import read_preset
 from volley.tune.options import TuneConfig
-from volley.tune.presets import read_preset
 from volley.tune.run import tune
 
 PLAIN = DiffusionParams(mode="autoregressive")

@@ -24,7 +24,7 @@ def right(shares: float) -> torch.Tensor:
 )
 def test_the_narrowest_window_that_keeps_tau(narrow: float, wide: float, found: int) -> None:
     valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
-    within = {256: right(wide), 128: right(narrow)}
+    within = {size: right(share)[size < ANCHORS] for size, share in ((256, wide), (128, narrow))}
     assert choose_window(right(0.5), within, valid, ANCHORS, LONGEST) == found
 
 
@@ -32,9 +32,11 @@ def test_a_window_is_judged_by_blocks_that_have_more_context() -> None:
     """It loses where the context is longer, however many short contexts it keeps whole."""
     valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
     whole = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
-    narrowed = whole & (ANCHORS <= 500)[:, None]
-    assert choose_window(whole, {500: narrowed}, valid, ANCHORS, LONGEST) == LONGEST
-    assert choose_window(whole, {128: whole}, valid & (ANCHORS <= 128)[:, None], ANCHORS, LONGEST) == LONGEST, (
+    cut = whole[ANCHORS > 500]
+    assert choose_window(whole, {500: ~cut}, valid, ANCHORS, LONGEST) == LONGEST
+    assert choose_window(whole, {500: cut}, valid, ANCHORS, LONGEST) == 500
+    few = valid & (ANCHORS <= 128)[:, None]
+    assert choose_window(whole, {128: whole[ANCHORS > 128]}, few, ANCHORS, LONGEST) == LONGEST, (
         "no block shows that it is enough"
     )
 

@@ -44,6 +44,6 @@ def test_the_loss_caps_what_the_drafter_caps() -> None:
         drafter_config(final_logit_softcapping=3.0),
         SimpleNamespace(softcap=5.0, device=torch.device("cpu")),
     )
-    config = TrainConfig(target="target", data=("data",), out="out")
+    config = TrainConfig(target="target", data=("data",), out="out", loss_decay="decay")
     own = StepFunction(config, cast(FrozenTarget, target), shape, BlockForward(random_drafter(), "dense"))
     assert (own.objective.softcap, own.objective.draft_softcap) == (5.0, 3.0)

@@ -122,7 +122,7 @@ def test_a_reduced_drafter_is_trained_on_adapted_and_exported(tiny_pair: TinyPai
     written = export(first, tmp_path / "sglang", "sglang", target=str(tiny_pair.target), drop_head=True)
     assert written.config.draft_vocab_size is None
 
-    adapter = {**again, "lora_rank": 2, "block_size": 16, "num_layers": None, "taps": None}
+    adapter = {**again, "lora_rank": 2, "block_size": None, "num_layers": None, "taps": None}
     folder = train(TrainConfig(**tiny_run(tiny_pair.target, tmp_path, **adapter, out=str(tmp_path / "adapter"))))
     engine = Engine.from_pretrained(tiny_pair.target, drafter=first, dtype=torch.float32)
     engine.load_adapter("new", folder)

@@ -125,7 +125,9 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert "draft vocab size all" in report
     assert f"drafter={html.escape(repr(str(out)))})" in report
     assert f"volley serve --target {config.target} --drafter {out}</pre>" in report
-    assert "expected speed against blocks of 8: 4 " in report
+    assert "blocks of 8, by rule" in report
+    assert "cannot judge options" in report
+    assert [trial["name"] for trial in read_json(out / "tune.json")["done"]["trials"]] == ["preset"]
     assert "checks found its output lossless." in report
     assert report.count("data:image/png;base64,") == 2
     assert "Certificate: lossless" in report

@@ -15,11 +15,13 @@ from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
 from volley.train.parallel import Ranks
-from volley.tune.presets import muon_factor
+from volley.train.presets import muon_factor
 from volley.tune.run import trial_minutes
 from volley.tune.trials import (
     BETTER,
     BLOCK_SIZES,
+    RULES,
+    SEES,
     TRIAL_BLOCK,
     Search,
     Trainings,
@@ -28,12 +30,20 @@ from volley.tune.trials import (
     from_json,
     more_taps,
     pass_seconds,
+    rules,
     to_json,
     training_dtype,
 )
 
 BASE = TrainConfig(
-    target="t", data=("d",), out="o", num_layers=1, learning_rate=0.01, optimizer="muon", max_minutes=1.0
+    target="t",
+    data=("d",),
+    out="o",
+    num_layers=1,
+    learning_rate=0.01,
+    optimizer="muon",
+    max_minutes=1.0,
+    tokens_per_batch=8192,
 )
 WIDTH = 32
 QUESTIONS: dict[str, list[dict[str, Any]]] = {
@@ -125,6 +135,21 @@ def test_the_minutes_are_kept(trials: int) -> None:
     search(script, minutes=float(trials), say=said.append).run()
     assert script.asked == ALONE[:trials]
     assert said[-1].endswith("no time is left to try")
+
+
+def test_trials_that_see_nothing_are_not_made() -> None:
+    script, said = Script(lambda options: SEES - 0.01), list[str]()
+    found = search(script, say=said.append).run()
+    assert script.asked == [{}]
+    assert (found.name, found.options) == (RULES, rules(WIDTH))
+    assert said[-1].endswith("cannot judge options: rules choose")
+
+
+def test_the_clock_ends_the_trials() -> None:
+    """Evaluations and timings count as well."""
+    script, minutes = preferring(), iter([1.0, 3.0, 5.0])
+    search(script, minutes=4.0, spent=lambda: next(minutes)).run()
+    assert script.asked == ALONE[:3]
 
 
 def test_a_search_goes_on_after_the_last_whole_trial() -> None:

@@ -21,6 +21,7 @@ from volley.models.diagnosis import holds_target
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
+from volley.policies.make import DEFAULT_POLICY
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Proposer
@@ -80,9 +81,10 @@ def run_bench(
     is_diffusion = family is not None
     if config.against and family is not None and not (family.writes_causally and engine.target.can_be_tapped):
         raise ConfigError("peers decode causal LMs, and this target's folder has none; leave --against out")
+    before, drafter = engine.config, engine.drafter
+    if drafter is None and not is_diffusion and not config.policies:
+        config = replace(config, policies=(DEFAULT_POLICY,))  # as the engine decodes by itself
     workload = config.load()
-    before = engine.config
-    drafter = engine.drafter
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
     causal = DiffusionParams(mode="autoregressive") if is_diffusion else None

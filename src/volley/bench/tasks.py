@@ -75,8 +75,8 @@ class BenchConfig:
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter goodput copies from the
-    text."""
+    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter it is goodput,
+    which copies from the text."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)

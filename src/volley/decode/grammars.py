@@ -7,6 +7,7 @@ the same masks, so draft and target have the same support.
 
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from volley.decode.rules import Bits, Constraint, is_in
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError, InputError
 from volley.grammar import Grammar
 
@@ -83,7 +85,7 @@ class Grammars:
         if matcher.is_error():
             problem = _first_line(matcher.get_error())
             if grammar.kind == "json_schema":
-                pointer, problem = self._locate(json.loads(grammar.source), grammar.whitespace, problem)
+                pointer, problem = self._locate(_schema_of(grammar), grammar.whitespace, problem)
                 raise ConfigError(f"the JSON schema cannot be used, at {pointer or 'its root'}: {problem}")
             raise ConfigError(f"the {grammar.kind} grammar cannot be used: {problem}")
         return matcher
@@ -135,8 +137,10 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, known: Any, special_token_ids: list[int]) -> None:
+    def __init__(self, known: Any, special_token_ids: list[int], added: Collection[str]) -> None:
+        """``added`` are the added tokens that are text."""
         self._known, self.special_token_ids = known, special_token_ids
+        self._added = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self.eos_token_id = known.eos_token
         self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
 
@@ -144,7 +148,16 @@ class _Vocabulary:
         if not isinstance(text, str):
             raise TypeError("it takes text")  # which tells llguidance not to give bytes
         tokens: list[int] = self._known.tokenize_str(text)
-        return tokens
+        if self._text(tokens) == text.encode():
+            return tokens
+        told = []  # a normalizer may put a space behind each added token
+        for part in filter(None, self._added.split(text)):
+            tokens = self._known.tokenize_str(part)
+            told += tokens if self._text(tokens) == part.encode() else self._known.greedy_tokenize(part)
+        return told
+
+    def _text(self, tokens: list[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in tokens)
 
 
 def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
@@ -161,7 +174,8 @@ def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
     kept = [
         token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token) and token not in plain
     ]
-    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept))
+    texts = {str(own) for token, own in tokenizer.added_tokens_decoder.items() if token in plain}
+    wrapped = TokenizerWrapper(_Vocabulary(vocabulary, kept, texts))
     return LLTokenizer(wrapped, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_tokens))
 
 
@@ -171,7 +185,7 @@ def _text_for_library(grammar: Grammar) -> str:
 
     match grammar.kind:
         case "json_schema":
-            return _schema_text(json.loads(grammar.source), grammar.whitespace)
+            return _schema_text(_schema_of(grammar), grammar.whitespace)
         case "regex":
             text = LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
@@ -186,6 +200,13 @@ def _text_for_library(grammar: Grammar) -> str:
                 told = shorten(str(error) or type(error).__name__, _LONGEST_MESSAGE)
                 raise ConfigError(f"the ebnf grammar cannot be used: {told}") from None
     return str(text)
+
+
+def _schema_of(grammar: Grammar) -> dict[str, Any]:
+    try:
+        return enforceable(json.loads(grammar.source))
+    except RecursionError:
+        raise ConfigError("the JSON schema cannot be read; nest it less deeply, with $defs and $ref") from None
 
 
 def _schema_text(schema: dict[str, Any], whitespace: str) -> str:

@@ -75,8 +75,8 @@ def verify_speculative(
     given the tokens before it, after temperature and truncation, over the tokens ``drafted [n]`` or all. And no noise of the
     draft, or of ``uniforms [Σ k]``, serves another cycle, because rejected tokens influence how many are kept. A rule that ends a
     draft may look at the tokens before.
-    A row of NaN of the target is a distribution whose only token is never drafted, so the draft is kept up to there at most. A
-    token that was drawn from a row of NaN is rejected.
+    A row of NaN, of the target or of the draft, counts as a distribution of the target whose only token is never drafted. So the
+    draft is kept up to there at most, and if it is, the weights are NaN.
     ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)
@@ -96,10 +96,7 @@ def verify_speculative(
 
     surplus = target_probs.index_select(0, rows)
     places = tokens[:, None] if drafted is None else (tokens[:, None] == drafted).byte().argmax(dim=1, keepdim=True)
-    drawn_with = draft_probs.gather(1, places)
-    ratios = (surplus.gather(1, tokens[:, None]).double() / drawn_with.double())[:, 0]
-    if draft_probs.device.type != "cpu" or bool(drawn_with.isnan().any()):
-        draft_probs = draft_probs.nan_to_num(0.0)
+    ratios = (surplus.gather(1, tokens[:, None]).double() / draft_probs.gather(1, places).double())[:, 0]
     levels = _levels(_table(ratios.nan_to_num(nan=0.0, posinf=1e300).log(), grid))
     before = torch.cat([torch.ones_like(levels[:, :1]), levels[:, :-1]], dim=1).flatten().index_select(0, cells)
     surplus.mul_(before.to(surplus.dtype)[:, None])

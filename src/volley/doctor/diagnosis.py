@@ -102,8 +102,7 @@ class Doctor:
         dtype = getattr(torch, str(trained.get("dtype", "float32")))
         self.target = FrozenTarget(target, dtype, torch.device("cpu"))
         self.drafter = Drafter.from_pretrained(drafter, dtype)
-        kind = self.drafter.config.untrained or (self.drafter.config.head and self.drafter.config.head.type == "dspark")
-        if kind:
+        if not self.drafter.config.is_trained_here:
             raise ConfigError(
                 f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
                 "acceptance with the figures of the program that it comes from"

@@ -32,20 +32,21 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
     """One learnt logit per head ``[heads]`` that takes probability and gives nothing (gpt-oss)."""
     symmetric: bool = False
-    """A token of a bidirectional segment sees ``window`` positions before it and after it."""
+    """A token of a bidirectional segment, or of a group of several tokens, sees ``window`` positions before it and after it."""
 
 
-def first_visible(segment: Segment, window: int | None) -> int:
+def first_visible(segment: Segment, window: int | None, symmetric: bool = False) -> int:
     """The first position that any token of the segment may see."""
     first = segment.table.first
-    return first if window is None else max(first, segment.start - window + segment.causal)
+    sees_itself_within = segment.causal and not (symmetric and segment.groups is not None)
+    return first if window is None else max(first, segment.start - window + sees_itself_within)
 
 
 def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
     """Which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
     keys = torch.arange(first, segment.end)
     if segment.groups is not None:
-        return _visible_in_groups(segment, segment.groups, window, keys)
+        return _visible_in_groups(segment, segment.groups, window, keys, symmetric)
     if not segment.causal and symmetric and window is not None:
         return (keys - torch.arange(segment.start, segment.end)[:, None]).abs() <= window
     if not segment.causal:
@@ -57,13 +58,21 @@ def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bo
     return visible if window is None else visible & (keys > queries - window)
 
 
-def _visible_in_groups(segment: Segment, groups: tuple[int, ...], window: int | None, keys: Tensor) -> Tensor:
+def _visible_in_groups(
+    segment: Segment, groups: tuple[int, ...], window: int | None, keys: Tensor, symmetric: bool
+) -> Tensor:
     sizes = torch.tensor(groups)
     ends = segment.start + sizes.cumsum(0)
     starts, ends = ((ends - sizes).repeat_interleave(sizes)[:, None], ends.repeat_interleave(sizes)[:, None])
     assert len(ends) == segment.length, "groups divide the whole segment"
     visible = keys < ends
-    return visible if window is None else visible & (keys > starts - window)
+    if window is None:
+        return visible
+    near = keys > starts - window
+    if symmetric:
+        distance = (keys - torch.arange(segment.start, segment.end)[:, None]).abs()
+        near = torch.where(ends - starts > 1, distance <= window, near)
+    return visible & near
 
 
 def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor:
@@ -92,7 +101,7 @@ def reference_attention(
     groups = queries.shape[1] // keys.shape[1]
     for segment, start in zip(batch.segments, batch.offsets, strict=False):
         rows = slice(start, start + segment.length)
-        first = first_visible(segment, options.window)
+        first = first_visible(segment, options.window, options.symmetric)
         seen = store.extract(layer, segment.table, first, segment.end)
         k, v = (x.float().repeat_interleave(groups, dim=1) for x in seen)
         scores = torch.einsum("qhd,khd->hqk", queries[rows].float(), k) * options.scale
@@ -241,7 +250,7 @@ def _grouped(
                 alone.append([index])
             else:
                 shapes.setdefault((max(segment.length, _SHORT), segment.causal), []).append(index)
-        seen = [segment.end - first_visible(segment, window) for segment in batch.segments]
+        seen = [segment.end - first_visible(segment, window, options.symmetric) for segment in batch.segments]
         lengths = [segment.length for segment in batch.segments]
         groups = [
             group
@@ -299,7 +308,7 @@ def _build_group(
 ) -> _Group:
     device, window = batch.token_ids.device, options.window
     segments = [batch.segments[index] for index in members]
-    firsts = [first_visible(segment, window) for segment in segments]
+    firsts = [first_visible(segment, window, options.symmetric) for segment in segments]
     length = 1 if all(_see_alike(own, options) for own in segments) else max(own.length for own in segments)
     slots: slice | Tensor
     if len(segments) == 1:
@@ -310,10 +319,8 @@ def _build_group(
         every = np.empty((len(segments), longest), dtype=np.int64)
         for row, segment, first in zip(every, segments, firsts, strict=True):
             own = segment.table.slot_array(first, segment.end)
-            row[: len(own)], row[len(own) :] = (
-                own,
-                own[0],
-            )  # a weight of 0 does not hide a NaN in another request's slot
+            row[: len(own)] = own
+            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN in another request's slot
         slots = torch.from_numpy(every.ravel())
         visible = _visible(segments, np.array(firsts), length, longest, options)
     bias = None
@@ -326,9 +333,8 @@ def _build_group(
 
 def _see_alike(segment: Segment, options: AttentionOptions) -> bool:
     """Whether all tokens of a segment see the same keys: those of a canvas do, and one row of a mask is theirs."""
-    if segment.causal:
-        return segment.groups == (segment.length,)
-    return options.window is None or not options.symmetric
+    is_canvas = not segment.causal or segment.groups == (segment.length,)
+    return is_canvas and (options.window is None or not options.symmetric)
 
 
 def _visible(
@@ -351,7 +357,7 @@ def _visible(
     if window is not None:
         visible &= keys > begins[:, :, None] - window
     for row, segment in enumerate(segments):
-        if segment.parents is not None:
+        if segment.parents is not None or (options.symmetric and segment.groups is not None):
             own = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
             visible[row] = False
             visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(length), segment.length - 1)]

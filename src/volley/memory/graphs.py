@@ -305,7 +305,7 @@ class StaticPasses:
         _put(host.sources, token_ids)
         _put(host.order, late_order(bucket.rows, late))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
-        _put(host.origins, origin_array(segments))
+        _put(host.origins, origin_array(segments, symmetric=any(tiling.symmetric for tiling in self.tilings)))
         _put(host.told, np.concatenate([_is_told(segment) for segment in segments]))
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
         _put(host.chosen, rows)

@@ -53,7 +53,7 @@ def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
         device, origins = batch.token_ids.device, batch.positions
         on_device = upload_together([tiles, *segment_arrays(batch)], device)
         if tiling.window is not None and any(own.groups is not None or own.canvas for own in batch.segments):
-            origins = upload(origin_array(batch.segments), device)
+            origins = upload(origin_array(batch.segments, symmetric=tiling.symmetric), device)
         named = dict(zip(("tiles", "segments", "cells"), on_device, strict=True))
         tiled = batch.plans[tiling] = TiledBatch(
             **named, positions=batch.positions, origins=origins, num_parts=most_parts(tiles)
@@ -84,16 +84,19 @@ def tile_array(segments: list[Segment], tiling: Tiling) -> Ints:
     return np.array(tiles, dtype=np.int32)
 
 
-def origin_array(segments: list[Segment]) -> Ints:
+def origin_array(segments: list[Segment], *, symmetric: bool) -> Ints:
     """``origins`` of a :class:`TiledBatch`, int64."""
-    return np.concatenate([_origins(segment) for segment in segments])
+    return np.concatenate([_origins(segment, symmetric) for segment in segments])
 
 
-def _origins(segment: Segment) -> Ints:
+def _origins(segment: Segment, symmetric: bool) -> Ints:
     if segment.groups is None:
         return segment.origins().numpy()
     sizes = np.array(segment.groups)
-    return segment.start + np.repeat(sizes.cumsum() - sizes, sizes)
+    starts, of_each = np.repeat(sizes.cumsum() - sizes, sizes), np.repeat(sizes, sizes)
+    if symmetric:  # the window of a canvas's token begins one position earlier than a causal one
+        starts = np.where(of_each > 1, np.arange(segment.length) - 1, starts)
+    return segment.start + starts
 
 
 def most_parts(tiles: Ints) -> int:
@@ -109,7 +112,7 @@ def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
 
 def _seen(segment: Segment, first: int, tiling: Tiling) -> tuple[int, int]:
     """Bounds ``[low, high)`` of the keys that the tokens of a tile see, whose first token is ``first``."""
-    low, high = first_visible(segment, tiling.window), segment.end
+    low, high = first_visible(segment, tiling.window, tiling.symmetric), segment.end
     start, end = segment.start + first, min(segment.start + first + tiling.tokens, high)
     if segment.causal and segment.parents is None and segment.groups is None:
         return low if tiling.window is None else max(low, start - tiling.window + 1), end

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from volley.native.codes import LaidOut, WeightSource, lay_out, picked, taken_back
+from volley.native.codes import LaidOut, WeightSource, lay_out, taken_back
 from volley.native.formats import BLOCK as BLOCK
 from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
 from volley.native.formats import GROUP as GROUP
@@ -55,9 +55,6 @@ class Activation(NamedTuple):
 
 
 SILU, GELU = Activation("silu"), Activation("gelu")
-
-
-_AT_ONCE = 512  # rows of a weight that are looked up together: each brings its block of 16
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -287,11 +284,12 @@ class Product:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
-        if indices.numel() > _AT_ONCE:
-            parts = [self.rows(part) for part in torch.split(indices.reshape(-1), _AT_ONCE)]
-            return torch.cat(parts).view(*indices.shape, self.inputs)
-        (own,) = self._parts
-        return _in_bf16(picked(own.blocks, own.format, indices.reshape(-1))).view(*indices.shape, self.inputs)
+        assert len(self._parts) == 1, "rows are looked up in weights of one format"
+        flat = indices.reshape(-1).long().contiguous()
+        assert not len(flat) or 0 <= int(flat.min()) <= int(flat.max()) < self.outputs, "no such row"
+        rows = torch.empty((len(flat), self.inputs), dtype=torch.bfloat16)
+        functions().read_rows(byref(self.struct), flat.data_ptr(), len(flat), rows.data_ptr())
+        return rows.view(*indices.shape, self.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""

@@ -13,24 +13,6 @@ typedef struct {
     int8_t factors[16][2]; /* PRODUCT: the whole numbers of each group that these are multiplied with */
 } Parts;
 
-INLINE float of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-INLINE float of_half(const uint8_t *at) {
-    uint32_t half = at[0] | at[1] << 8, size = half & 0x7fff;
-    uint32_t whole = size >= 0x7c00 ? size << 13 | 0x7f800000 : (size << 13) + (112 << 23);
-    return of_bits((size < 0x400 ? bits_of((float)size * 0x1p-24f) : whole) | (half & 0x8000) << 16);
-}
-
 /* The nibbles of ``size`` bytes, first all low ones. */
 INLINE void nibbles(const uint8_t *bytes, int size, int8_t *codes) {
     for (int i = 0; i < size; i++) codes[i] = (int8_t)(bytes[i] & 15), codes[i + size] = (int8_t)(bytes[i] >> 4);
@@ -38,7 +20,8 @@ INLINE void nibbles(const uint8_t *bytes, int size, int8_t *codes) {
 
 /* Add the fifth bits of 32 codes. */
 INLINE void fifth_bits(const uint8_t *bits, int8_t *codes) {
-    for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] | (bits[i / 8] >> (i & 7) & 1) << 4);
+    for (int byte = 0; byte < 4; byte++)
+        for (int i = 0; i < 8; i++) codes[byte * 8 + i] = (int8_t)(codes[byte * 8 + i] | (bits[byte] >> i & 1) << 4);
 }
 
 INLINE void less(int8_t *codes, int size, int zero) {
@@ -130,9 +113,9 @@ INLINE void open_block(int kind, const uint8_t *block, Parts *to) {
 }
 
 INLINE float scale_of(int kind, const Parts *parts, int place, int g) {
-    uint16_t brain;
-    memcpy(&brain, parts->halves[place], 2);
-    float scale = FORMATS[kind].scale == BRAIN ? widen(brain) : of_half(parts->halves[place]);
+    uint16_t half;
+    memcpy(&half, parts->halves[place], 2);
+    float scale = FORMATS[kind].scale == BRAIN ? widen(half) : of_half(half);
     return FORMATS[kind].scale == PRODUCT ? scale * (float)parts->factors[g][place] : scale;
 }
 

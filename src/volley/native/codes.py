@@ -110,7 +110,8 @@ def put_rows_slowly(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
 
 def _padded(rows: Tensor) -> Tensor:
     """``rows`` and zeros, as many as blocks need."""
-    return torch.cat((rows, rows.new_zeros(-len(rows) % BLOCK, *rows.shape[1:])))
+    missing = -len(rows) % BLOCK
+    return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 def _put_scales(part: Codes, to: LaidOut) -> None:
@@ -124,36 +125,19 @@ def taken_back(blocks: LaidOut, of: Format, outputs: int, rows: slice) -> Codes 
     """Rows of a weight of so many outputs, in bf16 or codes; the first of them is the first of a block of 16."""
     first, last, _ = rows.indices(outputs)
     assert first % BLOCK == 0, f"row {first} is within a block"
-    own, count = slice(first // BLOCK, -(-last // BLOCK)), last - first
-    scales = blocks.scales if blocks.scales is None else blocks.blocks(own).scales
+    count, own = last - first, blocks.blocks(slice(first // BLOCK, -(-last // BLOCK)))
 
-    def pick(lines: Tensor) -> Tensor:
-        return lines.movedim(-1, 1).flatten(0, 1)[:count]
+    def by_row(numbers: Tensor) -> Tensor:
+        """``[count, …]`` of ``[blocks, …, 16]``."""
+        return numbers.movedim(-1, 1).flatten(0, 1)[:count]
 
-    return _opened(blocks.codes[own].movedim(-2, -1), of, scales, pick, slice(count))
-
-
-def picked(blocks: LaidOut, of: Format, indices: Tensor) -> Codes | Tensor:
-    """Rows ``indices [n]`` of a weight, in bf16 or codes."""
-    block, place = indices // BLOCK, indices % BLOCK
-    scales = blocks.scales if blocks.scales is None or blocks.scales.dim() == 1 else blocks.scales[block]
-
-    def pick(lines: Tensor) -> Tensor:
-        return lines.movedim(-1, 1)[torch.arange(len(indices)), place]
-
-    return _opened(blocks.codes[block].movedim(-2, -1), of, scales, pick, indices)
-
-
-def _opened(
-    codes: Tensor, of: Format, scales: Tensor | None, pick: Callable[[Tensor], Tensor], outputs: slice | Tensor
-) -> Codes | Tensor:
-    """Rows of blocks ``codes [n, …, 16]`` and ``scales`` that ``pick`` chooses; ``outputs`` are their places among ``[out]``."""
-    lines = pick(codes)
-    if scales is None:
+    lines = by_row(own.codes.movedim(-2, -1))
+    if own.scales is None:
         return lines.flatten(1)
-    if scales.dim() == 1:
-        return Codes(of, unpacked(lines, of), scales[outputs])
-    return Codes(of, unpacked(lines, of), *unpacked_scales(scales, of, pick))
+    if of.by_output:
+        return Codes(of, unpacked(lines, of), own.scales[:count])
+    scales = [None if part is None else by_row(part) for part in unpacked_scales(own.scales, of)]
+    return Codes(of, unpacked(lines, of), *scales)  # type: ignore[arg-type]
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,23 @@ static inline float widen(bf16 x) {
     return value;
 }
 
+static inline float of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float of_half(uint16_t half) { /* fp16 */
+    uint32_t size = half & 0x7fff, whole = size >= 0x7c00 ? size << 13 | 0x7f800000 : (size << 13) + (112 << 23);
+    return of_bits((size < 0x400 ? bits_of((float)size * 0x1p-24f) : whole) | (uint32_t)(half & 0x8000) << 16);
+}
+
 static inline bf16 narrow(float value) { /* to nearest, ties to even */
     uint32_t bits;
     memcpy(&bits, &value, 4);

@@ -1,6 +1,6 @@
 """Formats of weights in the products of ``products.c``: bf16 numbers, codes to which volley rounds, and those of GGUF files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -228,19 +228,14 @@ def _bytes(rows: Tensor) -> Tensor:
     return _side_by_side(rows).flatten(2).view(torch.uint8)
 
 
-def unpacked_scales(
-    scales: Tensor, of: Format, pick: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, least values and factors of some outputs of blocks ``scales [n, parts, bytes]``.
-
-    ``pick`` chooses rows ``[rows, parts, m]`` of numbers ``[n, parts, m, 16]``.
-    """
+def unpacked_scales(scales: Tensor, of: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scales, least values and factors of blocks ``scales [n, parts, bytes]``, the 16 outputs last: ``[n, …, 16]``."""
     each = 1 + of.has_least
     direct = each * BLOCK * of.scale.itemsize
-    numbers = pick(scales[..., :direct].contiguous().view(of.scale).view(*scales.shape[:2], each, BLOCK))
-    least = numbers[..., 1].contiguous() if of.has_least else None
-    factors = None
-    if of.has_factors:
-        whole = pick(scales[..., direct:].contiguous().view(torch.int8).view(*scales.shape[:2], -1, BLOCK))
-        factors = whole.reshape(len(whole), -1, each)
-    return numbers[..., 0].contiguous(), least, factors
+    numbers = scales[..., :direct].contiguous().view(of.scale).view(*scales.shape[:2], each, BLOCK)
+    factors = scales[..., direct:].contiguous().view(torch.int8) if of.has_factors else None
+    return (
+        numbers[:, :, 0],
+        numbers[:, :, 1] if of.has_least else None,
+        None if factors is None else factors.view(len(scales), -1, each, BLOCK),
+    )

@@ -40,6 +40,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "gated": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],
     "cap": [c_void_p, c_int64, c_int64, c_float],
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
+    "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
     "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],

@@ -19,12 +19,6 @@ INLINE int32_t largest(const float *values, int size) {
     return most;
 }
 
-INLINE float of_bits(int32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* The codes of 32 inputs of row ``row`` in a block, [lines of 64 bytes][16][4], four at a time. Eight bits: a line for each quad of
  * inputs. Fewer: lines with the low four bits (two, below four) of a quad beside those of the next ones; then lines with the
  * third or fifth bits of all eight quads, or the two highest of six of four quads. */
@@ -202,4 +196,67 @@ void round_weight(int64_t kind, const void *weight, int64_t is_wide, int64_t row
 /* Codes [rows, inputs] to blocks. */
 void put_codes(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *out) {
     EACH_BLOCK(put_block(kind, codes + first * inputs, count, inputs, block))
+}
+
+/* The numbers of row ``row`` that put_pack laid out, zero being 0. */
+INLINE void take_pack(int kind, const uint8_t *pack, int64_t row, float *numbers) {
+    int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
+    const int8_t *table = TABLES[FORMATS[kind].table];
+    uint32_t quads[8] = {0};
+    for (int part = 0; part < 2; part++) {
+        int size = part ? high : low, from = part ? low : 0;
+        uint32_t mask = ((1 << size) - 1) * 0x01010101u, together;
+        for (int quad = 0; size && quad < 8; line++) {
+            memcpy(&together, pack + line * 64 + row * 4, 4);
+            for (int place = 0; place < 8; place += size, quad++) quads[quad] |= (together >> place & mask) << from;
+        }
+    }
+    for (int i = 0; i < PACK; i++) {
+        int code = quads[i / 4] >> i % 4 * 8 & 255;
+        numbers[i] = (float)(FORMATS[kind].table ? table[code] : code - FORMATS[kind].zero);
+    }
+}
+
+/* A scale of group ``g``, or (``place`` 1) its least value, of row ``row`` of a block. */
+INLINE float scale_of(int kind, const uint8_t *scales, int64_t g, int64_t row, int place) {
+    const uint8_t *own = scales_at(kind, scales, g) + place * 2 * BLOCK + row * 2;
+    float scale;
+    bf16 half;
+    if (FORMATS[kind].scale == FLOAT || FORMATS[kind].scale == OF_OUTPUT) {
+        memcpy(&scale, FORMATS[kind].scale == FLOAT ? own + row * 2 : scales + row * 4, 4);
+        return scale;
+    }
+    memcpy(&half, own, 2);
+    scale = FORMATS[kind].scale == BRAIN ? widen(half) : of_half(half);
+    return FORMATS[kind].scale == PRODUCT ? scale * (float)(int8_t)factors_at(kind, scales, g)[place * BLOCK + row] : scale;
+}
+
+INLINE void read_row(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, int64_t row, bf16 *out) {
+    int group = FORMATS[kind].group;
+    float numbers[PACK];
+    for (int64_t at = 0; at < inputs; at += PACK) {
+        take_pack(kind, codes + at * 2 * FORMATS[kind].bits, row, numbers);
+        for (int from = 0; from < PACK; from += group) {
+            float scale = scale_of(kind, scales, (at + from) / group, row, 0);
+            float least = num_scales(kind) > 1 ? scale_of(kind, scales, (at + from) / group, row, 1) : 0;
+            for (int i = from; i < from + group && i < PACK; i++)
+                out[at + i] = narrow(num_scales(kind) > 1 ? numbers[i] * scale + least : numbers[i] * scale);
+        }
+    }
+}
+
+/* Rows ``rows [count]`` of the weight of a product, to out [count, inputs]. */
+void read_rows(const Product *product, const int64_t *rows, int64_t count, bf16 *out) {
+    int64_t inputs = product->inputs, kind = product->kind, bytes = inputs * 2 * FORMATS[kind].bits;
+    int64_t of_scales = FORMATS[kind].scale == OF_OUTPUT ? BLOCK * 4 : inputs / scaled_inputs((int)kind) * scale_bytes((int)kind);
+#pragma omp parallel for if (count > 8)
+    for (int64_t r = 0; r < count; r++) {
+        const uint8_t *own = product->codes + rows[r] / BLOCK * bytes;
+        const uint8_t *scales = (const uint8_t *)product->scales + (kind == BF16 ? 0 : rows[r] / BLOCK * of_scales);
+        bf16 *to = out + r * inputs;
+        if (kind == BF16)
+            for (int64_t at = 0; at < inputs; at += 2) memcpy(to + at, own + at * BLOCK * 2 + rows[r] % BLOCK * 4, 4);
+#define READ(kind) read_row(kind, inputs, own, scales, rows[r] % BLOCK, to)
+        BY_KIND(kind, READ)
+    }
 }

@@ -279,8 +279,7 @@ class Denoising(Procedure):
 
 def are_finite(each: Sequence[Tensor]) -> list[bool]:
     """Whether every row of logits ``[L, V]`` has a finite maximum. That of a row with a NaN is NaN."""
-    rows = torch.cat([logits.amax(dim=-1) for logits in each]).isfinite().split([len(logits) for logits in each])
-    found: list[bool] = torch.stack([own.all() for own in rows]).tolist()
+    found: list[bool] = torch.stack([logits.amax(dim=-1).isfinite().all() for logits in each]).tolist()
     return found
 
 

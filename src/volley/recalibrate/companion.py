@@ -384,9 +384,7 @@ def _check_memory(engine: Engine, drafter: Drafter) -> None:
 
 def check_drafter(drafter: Drafter) -> None:
     """Refuse a drafter that cannot be trained, with the remedy."""
-    config = drafter.config
-    own = config.own_embedding or config.untrained is not None
-    if own or (config.head is not None and config.head.type == "dspark"):
+    if drafter.config.own_embedding or not drafter.config.is_trained_here:
         raise ConfigError(
             "volley does not train drafters of this kind (an embedding or a sequential head of its own); name the one "
             "that it was exported from, or leave --recalibrate out"

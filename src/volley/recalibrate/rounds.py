@@ -31,8 +31,8 @@ from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
+from volley.train.presets import learning_rate_for, preset_for
 from volley.train.step import Slots
-from volley.tune.presets import learning_rate_for, preset_for
 
 Event = dict[str, Any]
 RECENT = 2

@@ -126,9 +126,9 @@ class AnswerResponse(Response):
         if known.status == 500:
             log.error("an answer failed", exc_info=error)
         if not self._begun:
-            await known.response()(scope, receive, send)
+            await known.response(scope["path"])(scope, receive, send)
         elif self.stream:
-            await _send_events(send, self.dialect.failing(known.body), more=False)
+            await _send_events(send, self.dialect.failing(known), more=False)
 
     def _note(self, scope: Scope) -> None:
         """For the line about this request in the log."""

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 import volley
 from volley.errors import did_you_mean
 from volley.serve.answer import AnswerResponse
+from volley.serve.anthropic import CountRequest, MessagesRequest
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error, took_too_long
 from volley.serve.fields import first_problem
@@ -30,7 +31,7 @@ from volley.serve.responses import ResponsesRequest
 from volley.serve.service import Service
 from volley.serve.worker import Job
 
-T = TypeVar("T", ChatRequest, CompletionRequest, ResponsesRequest)
+T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
 OpenJob = Callable[[Service, T, str], Awaitable[tuple[Job, Dialect]]]
 """``open_job(service, body, client)``: the job of a body, and what writes its answer."""
 
@@ -138,10 +139,22 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
         """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
         return await answer(body, request, Service.respond)
 
+    @app.post("/v1/messages", response_class=Response)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream. Errors have its form, too."""
+        return await answer(body, request, Service.message)
+
+    @app.post("/v1/messages/count_tokens", response_class=Response)
+    async def count_tokens(body: CountRequest) -> Response:
+        """The number of tokens that a conversation of the Messages API has."""
+        return JSON(await models.find(body.model).count_tokens(body))
+
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """The models that are served, and the names that choose an adapter for one of them."""
-        return {"object": "list", "data": [models.find(name).card(name, started) for name in models.names]}
+        names = models.names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # of Anthropic's API
+        return {"object": "list", "data": [models.find(name).card(name, started) for name in names], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
@@ -212,19 +225,20 @@ def _add_status_routes(app: FastAPI, models: Models) -> None:
 
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, param = first_problem(error.errors())
-        return ApiError(400, message, param=param).response()
+        return ApiError(400, message, param=param).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         if isinstance(error, Refused):
-            return error.error.response()
-        return ApiError(error.status_code, _explained(error, request), headers=error.headers).response()
+            return error.error.response(request.url.path)
+        explained = ApiError(error.status_code, _explained(error, request), headers=error.headers)
+        return explained.response(request.url.path)
 
     @app.exception_handler(Exception)
-    async def other(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def other(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response(request.url.path)
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, other)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: one body, one table from exceptions to statuses."""
+"""Errors as OpenAI's API words them, or Anthropic's: one body, one table from exceptions to statuses."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,17 @@ from starlette.responses import Response
 
 from volley.errors import NonFiniteError, VolleyError
 from volley.serve.worker import QueueFull, Stopped
+
+ANTHROPIC = "/v1/messages"
+"""Where paths of Anthropic's Messages API begin."""
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -28,8 +39,17 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         self.headers = dict(headers or {})
 
-    def response(self) -> Response:
-        return JSON(self.body, self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """In OpenAI's form, or in Anthropic's for its endpoints."""
+        body = self.as_anthropic() if path.startswith(ANTHROPIC) else self.body
+        return JSON(body, self.status, self.headers)
+
+    def as_anthropic(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        message, param = (self.body["error"][name] for name in ("message", "param"))
+        if param is not None and param.split(".")[-1] not in str(message):  # this form has no other place for it
+            message = f"{param}: {message}"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class JSON(Response):

@@ -23,15 +23,17 @@ def _encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+"""Kinds of content blocks in ``/v1/messages``."""
 KINDS_OF_ITEMS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
 )
 
 
-def refusal(field: str, message: str) -> PydanticCustomError:
-    """An error that names its field."""
-    field, message = (_printable(text) for text in (field, message))
-    return PydanticCustomError("refused", "{message}", {"field": field, "message": message})
+def refusal(field: str | None, message: str) -> PydanticCustomError:
+    """An error that names its field; ``None``: where it is raised."""
+    context = {"field": field and _printable(field), "message": _printable(message)}
+    return PydanticCustomError("refused", "{message}", context)
 
 
 def ignored_names(ignored: Mapping[str, str]) -> str:
@@ -163,7 +165,7 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     error = next((error for error in errors if error["type"] == "unicode"), errors[0])
     path, context = _path_of(error), error.get("ctx", {})
     for place, part in enumerate(path):
-        if part in _FORMS and error["type"] != "unicode":
+        if part in _FORMS and error["type"] not in ("unicode", "refused") and _is_of_several_types(error, part):
             inside = [(_path_of(own), own) for own in errors if own["type"] == "unknown" and "text" in own["input"]]
             for own_path, own in inside:  # a part that is text, with a field that is not known
                 if own_path[: place + 1] == path[: place + 1]:
@@ -185,6 +187,12 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
     return f"{named}: {error['msg']}", named
 
 
+def _is_of_several_types(error: Any, field: str) -> bool:
+    """Whether ``field`` may be of several types: the place behind it is the name of one, or nothing at all."""
+    own = error["loc"][error["loc"].index(field) + 1 :]
+    return not own or (isinstance(own[0], str) and ("[" in own[0] or own[0][0].isupper() or own[0] == "str"))
+
+
 def _unknown(path: Sequence[str], context: Mapping[str, str]) -> tuple[str, str]:
     named = ".".join([*path, context["name"]])
     return f"unknown field {named!r}; {context['remedy']}", named
@@ -199,5 +207,6 @@ def _path(places: Sequence[Any]) -> Iterator[str]:
     own = places[1:] if places[:1] == ("body",) else places
     for depth, place in enumerate(own):
         is_kind_of_item = depth == 2 and own[0] == "input" and place in KINDS_OF_ITEMS
-        if "[" not in str(place) and not is_kind_of_item:
+        is_kind_of_block = depth == 4 and own[2] == "content" and isinstance(own[3], int) and place in BLOCKS
+        if "[" not in str(place) and not is_kind_of_item and not is_kind_of_block:
             yield str(place)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from volley.serve.config import ApiKeys, ServeConfig
-from volley.serve.errors import ApiError, as_api_error
+from volley.serve.errors import ANTHROPIC, ApiError, as_api_error
 from volley.serve.fields import IGNORED, ignored_names
 from volley.serve.limits import RateLimit
 from volley.serve.metrics import HttpMetrics
@@ -52,6 +52,8 @@ class Gate:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["x-request-id"] = request_id
+                if scope["path"].startswith(ANTHROPIC):
+                    answered["request-id"] = request_id
                 if ignored:
                     answered["x-volley-ignored"] = ignored_names(ignored)
                     names = [f"{name} ({remedy})" if remedy else name for name, remedy in ignored.items()]
@@ -65,12 +67,12 @@ class Gate:
                 scope["state"]["client"] = key or (scope.get("client") or [""])[0]
                 await self.app(scope, self._limited(receive), tell)
             except ApiError as error:
-                await error.response()(scope, receive, tell)
+                await error.response(scope["path"])(scope, receive, tell)
             except Exception as error:
                 if status != 499:  # an answer has begun
                     raise
                 log.error("a request failed", exc_info=error)
-                await as_api_error(error).response()(scope, receive, tell)
+                await as_api_error(error).response(scope["path"])(scope, receive, tell)
         finally:
             route = scope.get("route")
             path = getattr(route, "path", None) or ("/dashboard" if scope["path"].startswith("/dashboard") else "other")
@@ -94,12 +96,13 @@ class Gate:
         """The key, and how often it asks."""
         key = ""
         if self.keys:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            key = key.strip()
-            if scheme.lower() != "bearer" or not self.keys.accepts(key):
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
+            key = next((own for own in given if own and self.keys.accepts(own)), "")
+            if not key:
                 raise ApiError(
                     401,
-                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
 from volley.grammar import WHITESPACE
 from volley.serve.arguments import resolved, types_of
@@ -43,7 +44,7 @@ Literal = Callable[[str], str]
 def in_json(schema: Schema, whitespace: str = WHITESPACE) -> str:
     """JSON under a schema, in Lark. Models write spaces where their templates do, and badly where they must not."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    return "%json " + json.dumps({**schema, "x-guidance": spaces})
+    return "%json " + json.dumps({**enforceable(dict(schema)), "x-guidance": spaces})
 
 
 def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:

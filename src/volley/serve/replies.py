@@ -9,6 +9,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from volley.serve.call_reader import Part
+from volley.serve.errors import ApiError
 from volley.serve.parsing import AnswerParser
 from volley.serve.worker import End, Piece, Scored, Sketched
 from volley.types import GenerationStats
@@ -177,9 +178,9 @@ class Dialect:
         """What ends a stream."""
         return [*([self.chunk([], usage)] if self.include_usage else []), "[DONE]"]
 
-    def failing(self, body: Object) -> list[Any]:
-        """What ends a stream that failed, given the error's body."""
-        return [body, "[DONE]"]
+    def failing(self, error: ApiError) -> list[Any]:
+        """What ends a stream that failed."""
+        return [error.body, "[DONE]"]
 
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
         """Choices of the chunks that stream ``piece``; ``sent`` is what went before. Several only to mark drafts."""

@@ -2,21 +2,23 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from volley.serve.call_reader import Part
+from volley.serve.errors import ApiError
+from volley.serve.events import EventDialect
 from volley.serve.parsing import AnswerParser
-from volley.serve.replies import Choice, Dialect, Object, Usage
+from volley.serve.replies import Choice, Object, Usage
 from volley.serve.responses import ResponsesRequest
-from volley.serve.worker import End, Piece, Sketched
+from volley.serve.worker import Sketched
 from volley.types import SamplingParams
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponsesDialect(Dialect):
-    """Of one request, which has one answer. Whole answers are made of the same events as streamed ones."""
+class ResponsesDialect(EventDialect):
+    """Response objects and the events that stream them."""
 
     kind = chunk_kind = "response"
     prefix = "resp"
@@ -29,68 +31,39 @@ class ResponsesDialect(Dialect):
         params: SamplingParams,
         parser: AnswerParser | None,
     ) -> None:
-        super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
-        self._body, self._params, self._parser = body, params, parser
+        super().__init__(model, spell, parser)
+        self._body, self._params = body, params
         self._items: list[Object] = []
         self._is_open = False  # the last item may go on
-        self._reasoning_tokens = 0
         self._sent = 0
         self._created = int(time.time())
         self._finish_reason: str | None = None
 
     # -- what AnswerResponse asks for ----------------------------------------------------------------------------------
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
-        (choice,) = choices
-        for _ in [*self._read(choice.texts), *self._end(choice.finish_reason)]:
-            pass
-        return self._response(usage)
-
-    def chunk(self, choices: list[Object], usage: Usage | None = None) -> Object:
-        (event,) = choices
-        return event
-
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response(None))
-
-    def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
-        yield from self._read([chunk.text for chunk in piece.chunks])
-        sent.add(piece)
 
     def drafted(self, event: Sketched) -> Iterator[Object]:
         """What stands on a canvas is no part of the answer: an event of volley's own, which OpenAI's client passes on."""
         draft = event.draft
         yield self._event("draft", step=draft.step, text=draft.text, token_ids=draft.token_ids)
 
-    def ending(self, end: End, sent: Choice) -> Iterator[Object]:
-        yield from self._end(end.finish_reason)
-
     def closing(self, usage: Usage) -> list[Any]:
         response = self._response(usage)
         return [self._event(response["status"], response=response)]
 
-    def failing(self, body: Object) -> list[Any]:
-        error = body["error"]
-        failure = {"code": "server_error", "message": error["message"]}
+    def failing(self, error: ApiError) -> list[Any]:
+        failure = {"code": "server_error", "message": error.body["error"]["message"]}
         response = self._response(None) | {"status": "failed", "error": failure}
         return [self._event("failed", response=response)]
 
     # -- items ---------------------------------------------------------------------------------------------------------
-    def _read(self, texts: Sequence[str]) -> Iterator[Object]:
-        for text in texts:
-            if self._parser is None:
-                parts = [Part("content", text)] if text else []
-            else:
-                before = self._parser.is_thinking
-                parts = self._parser.feed(text)
-                self._reasoning_tokens += before or self._parser.is_thinking
-            for part in parts:
-                yield from self._take(part)
+    def _answer(self, usage: Usage) -> Object:
+        return self._response(usage)
 
-    def _end(self, finish_reason: str | None) -> Iterator[Object]:
+    def _end(self, finish_reason: str | None, choice: Choice) -> Iterator[Object]:
         self._finish_reason = finish_reason
-        for part in self._parser.finish() if self._parser else []:
-            yield from self._take(part)
         if not self._items:
             yield from self._take(Part("content", ""))
         yield from self._close("incomplete" if finish_reason == "length" else "completed")

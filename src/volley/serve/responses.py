@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
@@ -289,12 +290,12 @@ def _choice(given: Any) -> Any:
     return given
 
 
-def here(error: ApiError) -> ApiError:
-    """An error about a chat's field, with this endpoint's name of it."""
+def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ApiError:
+    """An error about a chat's field, with another endpoint's name of it; by default this one's."""
     own = error.body["error"]
     given = own["param"] or ""
     first, _, rest = given.partition(".")
-    name = _CALLED_HERE.get(given) or (f"{_CALLED_HERE[first]}.{rest}" if first in _CALLED_HERE else None)
+    name = called.get(given) or (f"{called[first]}.{rest}" if first in called else None)
     if name is not None:
         own["message"], own["param"] = str(own["message"]).replace(given, name), name
     return error

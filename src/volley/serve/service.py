@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from volley.chat import Prompt
@@ -17,6 +18,8 @@ from volley.errors import ConfigError, VolleyError
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.sampling_defaults import sampling_defaults
+from volley.serve.anthropic import CALLED_HERE, CountRequest, MessagesRequest
+from volley.serve.anthropic_events import MessagesDialect
 from volley.serve.calls import can_bind, grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
@@ -147,8 +150,37 @@ class Service:
             raise here(error) from None
         return job, ResponsesDialect(self.model, self.spell, body, job.params[0], parsers[0] if parsers else None)
 
-    async def converse(self, body: ChatRequest, client: str = "") -> tuple[Job, list[AnswerParser]]:
-        """The job of a conversation, and what takes each of its answers apart, if anything has to."""
+    async def message(self, body: MessagesRequest, client: str = "") -> tuple[Job, Dialect]:
+        try:
+            job, parsers = await self.converse(self._as_chat(body), client, body.max_tokens)
+        except ApiError as error:
+            raise here(error, CALLED_HERE) from None
+        stops = job.params[0].stop
+        return job, MessagesDialect(
+            self.model, self.spell, job.prompts[0], stops, self.decode, parsers[0] if parsers else None
+        )
+
+    async def count_tokens(self, body: CountRequest) -> dict[str, int]:
+        self._check(body.model)
+        chat = self._as_chat(body)
+        prompt = await asyncio.to_thread(self._render, chat)
+        (token_ids,) = await self._encode([prompt], "messages", special=not self._template_of(chat).text)
+        return {"input_tokens": len(token_ids)}
+
+    def _as_chat(self, body: CountRequest) -> ChatRequest:
+        """A chat; a budget of reasoning is dropped where the model's way to reason is not known, as agents send it to all."""
+        chat = body.as_chat()
+        form = self._template_of(chat).form
+        is_known = form is not None and form.thinking is not None
+        return chat if is_known else chat.model_copy(update={"thinking_token_budget": None})
+
+    async def converse(
+        self, body: ChatRequest, client: str = "", most: int | None = None
+    ) -> tuple[Job, list[AnswerParser]]:
+        """The job of a conversation, and what takes each of its answers apart, if anything has to.
+
+        Without a limit of its own, an answer has ``most`` tokens at most, or as many as there is room for.
+        """
         adapter, template = self._check(body.model), self._template_of(body)
         form = self._form_of(body, template)
         self.worker.check_room()  # a full server prepares nothing
@@ -159,7 +191,7 @@ class Service:
         params = body.sampling(asked or 1, body.top_logprobs if body.logprobs else None, self.sampling)
         if asked is None:
             room = max(1, self._engine.room(len(token_ids), params))
-            params = replace(params, max_tokens=min(room, self.most_tokens or room))
+            params = replace(params, max_tokens=min(room, most or self.most_tokens or room))
         params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:
@@ -403,12 +435,15 @@ class Service:
         return self._spelling.one(token_id)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """A model as ``/v1/models`` shows it."""
+        """A model as ``/v1/models`` shows it, with the fields of Anthropic's API beside those of OpenAI's."""
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "volley",
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
             "root": str(self._engine.target.model.config._name_or_path or name),
             "max_model_len": self.max_model_len,
             **({"diffusion": True} if self._engine.target.diffusion is not None else {}),

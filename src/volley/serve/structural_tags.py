@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.fields import Strict
@@ -74,6 +75,6 @@ def _under(trigger: str, tag: StructuralTag) -> list[Structure]:
 def _inside(structure: Structure, trigger: str, markers: Markers) -> str:
     """A tag behind its trigger, in Lark."""
     schema = json.loads(Grammar.json_schema(True if structure.schema_ is None else structure.schema_).source)
-    inner = json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    inner = json.dumps({**enforceable(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}})
     begin = markers.literal(structure.begin.removeprefix(trigger))
     return f"{begin} %json {inner} {markers.literal(structure.end)}"

@@ -1,9 +1,8 @@
 """The weights a new drafter begins with: those of its target's last layers, so that it begins by reading features as they do.
 
 The features are the output of a late layer, which the layers behind it know how to read. So ``fc`` begins as mostly the last
-tap, and the draft layers as copies of the target's last layers that have attention. Keys and values of the context pass
-through one norm, and those of the block through each layer's own: the scale of a layer's norm goes into its projections, so
-that both are read as in the target.
+tap, and the draft layers as copies of the target's last layers that have attention. Features pass through no scale of those
+layers' norms, only the block's own states do: what is read of the context then outweighs the empty slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ from volley.models.targets.taps import decoder_layers
 Part = TypeVar("Part")
 LAST_TAP, OTHER_TAPS = 0.6, 0.1
 """How much of each tap the features begin as."""
-SCALES = tuple(0.5 ** (step / 2) for step in range(16))
-"""Of the last norm, the largest first."""
+SCALES = tuple(0.5 ** (step / 2) for step in range(7))
+"""Of the last norm, the largest first. A smaller one would take long to grow again."""
 SHARPNESS = 1.3
 """Scale of the norms of queries and keys where the target has none: about what its own queries and keys have."""
 
@@ -38,6 +37,8 @@ class Attention:
     query_norm: Tensor
     """Scale ``[d]`` of the norm of each head's queries."""
     key_norm: Tensor
+    norm: Tensor
+    """Scale ``[H]`` of the norm before it."""
 
     @classmethod
     def of(cls, layer: nn.Module, head_dim: int, heads: int) -> "Attention | None":
@@ -50,11 +51,10 @@ class Attention:
         if output.shape[1] != heads * head_dim:
             return None
         norms = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
-        scale = norm_scale(getattr(layer, "input_layernorm", None), len(output))
-        if scale is not None:
-            projections = [part * scale for part in projections]
         norms = [torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in norms]
-        return cls(*projections, output.unflatten(1, (heads, head_dim)), *norms)
+        before = norm_scale(getattr(layer, "input_layernorm", None), len(output))
+        before = torch.ones(len(output)) if before is None else before
+        return cls(*projections, output.unflatten(1, (heads, head_dim)), *norms, before)
 
     def copy_to(self, own: DraftAttention) -> None:
         """Give ``own`` these matrices; of more or fewer heads those of the same place, none of another size."""
@@ -150,6 +150,7 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
     attentions = [own for layer in layers if (own := Attention.of(layer, head_dim, heads)) is not None]
     mlps = [own for layer in layers if (own := MLP.of(layer)) is not None]
     for layer, attention in zip(drafter.layers, _last(attentions, count), strict=bool(attentions)):
+        layer.input_layernorm.weight.copy_(attention.norm)
         attention.copy_to(layer.self_attn)
     for layer, mlp in zip(drafter.layers, _last(mlps, count), strict=bool(mlps)):
         layer.post_attention_layernorm.weight.copy_(mlp.norm)

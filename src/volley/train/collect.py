@@ -31,7 +31,7 @@ class CollectConfig:
     """What to ask and how."""
 
     prompts: tuple[str, ...]
-    """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``) or training datasets by name."""
+    """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``), training datasets by name, or ``builtin``."""
     out: Path
     """The JSONL file to append to; what it already holds is not asked again."""
     data_dir: Path | None = None

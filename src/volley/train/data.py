@@ -17,7 +17,7 @@ from volley.errors import InputError
 from volley.prompts import read_jsonl
 from volley.train.documents import Document, fingerprint
 from volley.train.features import FrozenTarget
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 
 Row = dict[str, Any]
 EVAL_DOCUMENTS = 128  # rows that the held-out loss is measured on
@@ -160,7 +160,7 @@ class TrainingData:
 
     def __init__(self, config: TrainConfig, target: FrozenTarget) -> None:
         self.target = target
-        longest = config.max_length or config.tokens_per_batch
+        longest = config.max_length or filled(config.tokens_per_batch)
         context = getattr(target.text_config, "max_position_embeddings", longest)
         self.max_length = min(longest, context)
         rows, held_rows = self._split(config)

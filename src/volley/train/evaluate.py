@@ -13,10 +13,10 @@ from volley.memory.device import give_back
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
 from volley.train.data import TrainingData
-from volley.train.documents import split_batches
-from volley.train.features import FeatureSource
+from volley.train.documents import Document, split_batches
+from volley.train.features import Features, FeatureSource
 from volley.train.losses import accepted_prefix
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 from volley.train.step import Slots, StepFunction
 from volley.types import SamplingParams
 
@@ -59,7 +59,7 @@ class HeldOut:
         parts, starts = list[Slots](), list[Tensor]()
         windows = [window for window in WINDOWS if window < self.longest]
         narrowed: dict[int, list[Tensor]] = {window: [] for window in windows}
-        for batch in split_batches(order, [len(document) for document in held], self.config.tokens_per_batch):
+        for batch in split_batches(order, [len(document) for document in held], filled(self.config.tokens_per_batch)):
             for part in self.step_function.split_passes(batch, anchors):
                 chosen, rows = [held[index] for index in part], [anchors[index] for index in part]
                 features = self.features(chosen, part)
@@ -69,7 +69,7 @@ class HeldOut:
                 parts.append(result.slots)
                 starts.append(result.anchors.cpu())
                 for window, found in narrowed.items():
-                    found.append(self.step_function(chosen, rows, features, window=window).slots.correct)
+                    found.append(self._narrowed(chosen, rows, features, window))
         slots = Slots.join(parts)
         tau, accuracy = accepted_prefix(slots.correct, slots.valid)
         within = {window: torch.cat(found) for window, found in narrowed.items()}
@@ -80,6 +80,19 @@ class HeldOut:
             "accuracy": [round(x, 4) for x in accuracy.tolist()],
             "draft_window": choose_window(slots.correct, within, slots.valid, torch.cat(starts), self.longest),
         }
+
+    def _narrowed(
+        self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], features: Features, window: int
+    ) -> Tensor:
+        """Which slots ``[n, B − 1]`` are right with ``window`` tokens of context, of the n blocks that have more."""
+        cut = [[anchor for anchor in row if anchor > window] for row in anchors]
+        some = [index for index, row in enumerate(cut) if row]
+        if not some:
+            return torch.zeros(0, self.step_function.block_size - 1, dtype=torch.bool)
+        final = None if features.final is None else features.final[some]
+        own = Features(features.taps[some], final)
+        result = self.step_function([documents[i] for i in some], [cut[i] for i in some], own, window=window)
+        return result.slots.correct[result.anchors.cpu() > window]
 
     def decoded(self, drafter: Drafter) -> dict[str, Any]:
         """The real τ; nothing where there is no prompt."""
@@ -101,13 +114,13 @@ def choose_window(right: Tensor, within: Mapping[int, Tensor], valid: Tensor, an
     """The narrowest draft window that keeps ``ENOUGH`` of τ, at most ``longest``: no longer context was ever trained on.
 
     ``right`` and ``valid`` ``[N, B − 1]`` are of blocks at ``anchors [N]`` that see their whole context; ``within`` says the same
-    as ``right`` by window. A window is judged by the blocks that have more context than it holds.
+    as ``right`` by window, of the blocks that have more context than it holds. These judge it.
     """
     for window, narrowed in sorted(within.items()):
         cut = anchors > window
         if int((valid.any(-1) & cut).sum()) < FEWEST_BLOCKS:
             break
-        whole, kept = (accepted_prefix(correct[cut], valid[cut])[0] for correct in (right, narrowed))
+        whole, kept = (accepted_prefix(correct, valid[cut])[0] for correct in (right[cut], narrowed))
         if kept >= ENOUGH * whole:
             return window
     return longest

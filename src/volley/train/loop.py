@@ -20,15 +20,19 @@ from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, R
 from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
+from volley.train.memory import needs
 from volley.train.optimizer import make_optimizer
-from volley.train.options import RANDOM, TrainConfig
+from volley.train.options import RANDOM, TrainConfig, filled
 from volley.train.parallel import Ranks
+from volley.train.presets import SMALL_BLOCK, with_preset
 from volley.train.report import Reporter
 from volley.train.schedule import Interval, Schedule, learning_rate_scale
 from volley.train.state import SavedRun
 from volley.train.step import Slots, StepFunction
 from volley.train.vocabulary import loss_tokens
 
+MOST_BLOCKS = 64
+"""Of a response in an epoch, where their number is not given."""
 _CLEARLY_WORSE = 0.97
 PROBED, PROBED_BLOCKS = 8, 4
 """Documents that a new drafter is tried on, and blocks of each."""
@@ -65,13 +69,14 @@ class Trainer:
         speaks: bool = True,
     ) -> None:
         """``target`` is the one that ``config`` names, where it is loaded already; ``serving`` the same as it decodes."""
-        self.config = config
         self.ranks = ranks
         self.reporter = Reporter(Path(config.out), ranks.first and speaks)
         if target is None:
             dtype, with_layers = getattr(torch, config.dtype), config.feature_server is None
             target = FrozenTarget(config.target, dtype, ranks.device, with_layers=with_layers)
+        config = with_preset(config, target.model.config, ranks.device)
         self.data = TrainingData(config, target)
+        self.config = config = replace(config, anchors_per_sequence=_blocks(config, self.data, ranks.device))
         self.schedule = Schedule(config, self.data.lengths, ranks)
         self.learner = Learner(config, target, self.data, ranks)
         tokens = loss_tokens(self.data.documents, target)
@@ -124,7 +129,8 @@ class Trainer:
                 if evaluations.due(at.step):
                     started = time.monotonic()
                     self.evaluate()
-                    at.seconds += time.monotonic() - started
+                    at.evaluation = time.monotonic() - started
+                    at.seconds += at.evaluation
                     evaluations.restart()
                     if config.keep_best:  # the checkpoint must know of the drafter that was kept
                         self.saved_run.save(at)
@@ -146,6 +152,7 @@ class Trainer:
     def _prepare(self) -> None:
         self.reporter.say(self.data.describe())
         self.reporter.say(self.learner.describe())
+        self._check_memory()
         if self.config.features == "cache":
             directory = Path(self.config.cache_dir or self.reporter.out / "features")
             facts = {name: self.saved_run.facts[name] for name in ("target", "data")}
@@ -153,6 +160,22 @@ class Trainer:
             cache.build(self.ranks, self.reporter.say)
             self.source = cache
         self.reporter.start(self.schedule.position)
+
+    def _check_memory(self) -> None:
+        """Say what the run takes, and refuse one that does not fit."""
+        shape, config, device = self.learner.shape, self.config, self.ranks.device
+        found = needs(
+            self.step_function.target,
+            [*self.data.documents, *self.data.held_out],
+            parameters=self.learner.size,
+            taps=shape.num_taps + self.step_function.objective.needs_target,
+            rows=self.step_function.rows_per_pass,
+            intermediate_size=shape.intermediate_size,
+            remembers=_remembers(config, device),
+            decodes=bool(self.data.prompts) and self.held_out.serving is None,
+        )
+        self.reporter.say(found.describe())
+        found.check(device)
 
     def step(self, indices: list[int], progress: float) -> Slots:
         """Draw anchors, run this process's share of the documents in passes, and update the weights.
@@ -191,7 +214,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
         scale = learning_rate_scale(progress, self.config.warmup)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * scale
+            group["lr"] = filled(self.config.learning_rate) * scale
         self.optimizer.step()
         self.optimizer.zero_grad()
         synchronise(self.ranks.device)
@@ -244,6 +267,24 @@ class Trainer:
         return is_best
 
 
+def _blocks(config: TrainConfig, data: TrainingData, device: torch.device) -> int:
+    """The number of blocks that a response has in an epoch, at most.
+
+    One reading of the target serves all blocks of a response. Where features are kept, more of them than predict each token about
+    once cost as much as blocks of other responses, which teach more.
+    """
+    if config.anchors_per_sequence is not None:
+        return config.anchors_per_sequence
+    if not _remembers(config, device) and config.features != "cache":
+        return MOST_BLOCKS
+    size = config.block_size or SMALL_BLOCK
+    return min(MOST_BLOCKS, max(1, round(data.response_tokens / len(data.documents) / size)))
+
+
+def _remembers(config: TrainConfig, device: torch.device) -> bool:
+    return config.features == "memory" or (config.features == "auto" and device.type == "cpu")
+
+
 def _feature_source(
     config: TrainConfig, data: TrainingData, learner: Learner, step_function: StepFunction
 ) -> FeatureSource:
@@ -251,7 +292,7 @@ def _feature_source(
     target, with_final = step_function.target, step_function.objective.needs_target
     taps = learner.shape.target_layer_ids
     if config.feature_server is None or config.feature_dir is None:
-        remembers = config.features == "memory" or (config.features == "auto" and target.device.type == "cpu")
+        remembers = _remembers(config, target.device)
         return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)
     longest = max(len(document) for document in [*data.documents, *data.held_out])
     return ServerFeatures(target, taps, with_final, config.feature_server, Path(config.feature_dir), longest)

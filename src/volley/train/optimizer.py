@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from volley import native
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 
 
 def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], sharded: bool) -> torch.optim.Optimizer:
     """The optimizer that the options ask for; weight decay applies to matrices only."""
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    rate = filled(config.learning_rate)
     if config.optimizer == "muon":
-        return MuonWithAdamW(matrices, vectors, config.learning_rate, config.weight_decay)
+        return MuonWithAdamW(matrices, vectors, rate, config.weight_decay)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=not sharded)
+    return torch.optim.AdamW(groups, lr=rate, fused=not sharded)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

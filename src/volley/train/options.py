@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from volley.errors import ConfigError, names_unknown_fields, unknown_key
 from volley.models.drafters.tap_layers import parse_taps
 from volley.prompts import check_training
 
+Value = TypeVar("Value")
 REPORTING_OPTIONS = frozenset(
     {
         "eval_prompts",
@@ -56,6 +57,9 @@ CHOICES = {
     "optimizer": ("adamw", "muon"),
 }
 
+UNSET: dict[str, tuple[None]] = {"loss_decay": (None,), "optimizer": (None,)}
+"""Choices that a preset makes where they are left out."""
+
 
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +97,12 @@ class TrainConfig:
     """Take the shape, mask token and sequential head of the drafter in ``init``, instead of naming them option by option."""
     lora_rank: int | None = None
     """Train an adapter of this rank for the drafter in ``init``, whose shape and weights stay; by default a whole drafter."""
-    block_size: int = 16
-    """Block size B, anchor included."""
+    preset: str | None = None
+    """Name of a preset (``volley presets``) for what is not given; by default that of the target's family and width."""
+    block_size: int | None = None
+    """Block size B, anchor included; by default the preset's."""
     num_layers: int | None = None
-    """Draft layers; by default a seventh of the target's, between 1 and 5."""
+    """Draft layers; by default the preset's: a sixth of the target's, at most the family's number."""
     taps: int | str | tuple[int, ...] | None = None
     """How many target layers to tap, spread evenly from the second to the third-to-last (default 5), or their 0-based
     ids (``"1,9,17"``)."""
@@ -123,21 +129,24 @@ class TrainConfig:
     """Draft only so many tokens, the most frequent in the responses; 0 drafts all. By default as many as promise most speed."""
 
     max_length: int | None = None
-    """Longer rows are cut to so many tokens; by default to ``tokens_per_batch``, and always to the target's context."""
-    tokens_per_batch: int = 8192
-    """Context tokens, padding included, that one step may hold."""
+    """Longer rows are cut to so many tokens; by default to ``tokens_per_batch`` where that is given, else to 8192, and always to
+    the target's context."""
+    tokens_per_batch: int | None = None
+    """Context tokens, padding included, that one step may hold; by default 1024 on a CPU and 8192 on a GPU, more where a row is
+    longer."""
     rows_per_pass: int | None = None
     """Block rows (blocks × block size) computed at a time within a step; by default 4096 on a CPU, 16,384 on a GPU."""
-    anchors_per_sequence: int = 64
-    """Blocks drawn from each response in each epoch, at most."""
+    anchors_per_sequence: int | None = None
+    """Blocks drawn from each response in each epoch, at most. By default 64, and where features are kept as many as predict each
+    token of a response about once."""
     anchors: str = "random"
     """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
     reveal: float = 0.0
     """Share of the blocks in which a random number of slots hold their true tokens, as later denoising passes see them. Give
     it for a drafter that is to draft in several passes."""
-    loss_decay: str = "decay"
+    loss_decay: str | None = None
     """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5), ``pace`` by how much of the expected length hangs
-    on it (D-PACE)."""
+    on it (D-PACE): the default, where nothing is revealed."""
     gamma: float | None = None
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
     soft_targets: float = 0.0
@@ -145,10 +154,10 @@ class TrainConfig:
     total_variation: float = 0.0
     """Share of the loss that is the distance ‖p − q‖₁ between the target's distribution and the drafter's (DSpark)."""
 
-    optimizer: str = "adamw"
-    """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; both take the same learning rate."""
-    learning_rate: float = 6e-4
-    """Peak learning rate."""
+    optimizer: str | None = None
+    """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; by default the preset's."""
+    learning_rate: float | None = None
+    """Peak learning rate; by default the preset's, and the paper's 6e-4 for a drafter that is trained on."""
     weight_decay: float = 0.01
     """AdamW's weight decay, on matrices only."""
     clip: float = 1.0
@@ -202,7 +211,7 @@ class TrainConfig:
         object.__setattr__(self, "out", str(self.out))
         object.__setattr__(self, "taps", parse_taps(self.taps))
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in (*choices, *UNSET.get(name, ())):
                 raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
         for name, good, want in self._checks():
             if not good:
@@ -238,7 +247,8 @@ class TrainConfig:
 
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         yield "data", bool(self.data), "at least one JSONL file"
-        yield "block_size", self.block_size >= 2, "2 or more: an anchor and at least one slot to draft"
+        block_size = self.block_size
+        yield "block_size", block_size is None or block_size >= 2, "2 or more: an anchor and at least one slot to draft"
         yield "eval_share", 0 <= self.eval_share < 1, "in [0, 1)"
         for name in ("soft_targets", "total_variation"):
             yield name, 0 <= getattr(self, name) <= 1, "in [0, 1]"
@@ -250,14 +260,7 @@ class TrainConfig:
             yield name, getattr(self, name) >= 0, "0 or more"
         yield "draft_vocab_size", (self.draft_vocab_size or 0) >= 0, "0 or more"
         yield "max_length", self.max_length is None or self.max_length >= 2, "2 or more"
-        for name in (
-            "tokens_per_batch",
-            "anchors_per_sequence",
-            "learning_rate",
-            "clip",
-            "log_steps",
-            "head_rank",
-        ):
+        for name in ("clip", "log_steps", "head_rank"):
             yield name, getattr(self, name) > 0, "positive"
         optional: tuple[str, ...] = (
             "lora_rank",
@@ -270,6 +273,9 @@ class TrainConfig:
             "window",
             "gamma",
             "epochs",
+            "tokens_per_batch",
+            "anchors_per_sequence",
+            "learning_rate",
         )
         optional += ("max_steps", "max_minutes", "eval_steps", "eval_minutes", "save_minutes", "save_steps", "threads")
         optional += ("patience",)
@@ -277,6 +283,12 @@ class TrainConfig:
         for name in optional:
             value = getattr(self, name)
             yield name, value is None or value > 0, "positive, or left out"
+
+
+def filled(value: Value | None) -> Value:
+    """An option that a preset has filled in (``presets.with_preset``)."""
+    assert value is not None, "a preset fills in what is left out"
+    return value
 
 
 @names_unknown_fields

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from volley.train.documents import plan_epoch
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 from volley.train.parallel import Ranks
 from volley.train.state import Position
 
@@ -33,7 +33,7 @@ class Schedule:
 
     def _plan(self) -> None:
         config = self.config
-        self.batches = plan_epoch(self.lengths, config.tokens_per_batch, config.seed, self.position.epoch)
+        self.batches = plan_epoch(self.lengths, filled(config.tokens_per_batch), config.seed, self.position.epoch)
 
     @property
     def batch(self) -> list[int]:
@@ -59,7 +59,7 @@ class Schedule:
         if config.max_steps is not None:
             fractions.append(at.step / config.max_steps)
         if config.max_minutes is not None:
-            fractions.append(self.ranks.from_first(at.seconds) / (60 * config.max_minutes))
+            fractions.append(self.ranks.from_first(at.seconds / max(60 * config.max_minutes - at.evaluation, 1e-9)))
         return min(1.0, max(fractions))
 
 

@@ -19,7 +19,7 @@ from volley.models.drafters.tap_layers import choose_taps, parse_taps
 from volley.models.targets.taps import decoder_layers
 from volley.train.documents import Document
 from volley.train.features import target_ends
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 
 _MASK_NAME = re.compile(r"^\W*mask\W*$", re.IGNORECASE)
 _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
@@ -72,7 +72,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
             f"num_heads is {heads} and num_kv_heads {kv_heads}; the first must be a multiple of the second"
         )
     rope = getattr(text, "rope_parameters", None) or {}
-    layers = config.num_layers or min(5, max(1, num_layers // 7))
+    layers = filled(config.num_layers)
     return DrafterConfig(
         hidden_size=text.hidden_size,
         intermediate_size=config.intermediate_size or getattr(text, "intermediate_size", 3 * text.hidden_size),
@@ -82,7 +82,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         head_dim=config.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=target.get_input_embeddings().weight.shape[0],
         num_target_layers=num_layers,
-        block_size=config.block_size,
+        block_size=filled(config.block_size),
         mask_token_id=mask_token_id,
         target_layer_ids=(-1,) if config.no_features else choose_taps(parse_taps(config.taps), num_layers),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
@@ -105,10 +105,9 @@ def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
         raise ConfigError(
             f"the drafter in {path} has {drafter.config.untrained}, which volley does not train; name another"
         )
-    if drafter.config.head is not None and drafter.config.head.type == "dspark":
-        raise ConfigError(
-            f"the drafter in {path} has a Markov head in tables, which volley does not train; name another"
-        )
+    if not drafter.config.is_trained_here:
+        what = "drafts from the anchor's slot" if drafter.head is None else "has a Markov head in tables"
+        raise ConfigError(f"the drafter in {path} {what}, which volley does not train; name another")
     check_ends(path, target)
     return drafter
 

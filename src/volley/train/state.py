@@ -39,6 +39,8 @@ class Position:
     """The best real τ of all evaluations; with ``keep_best`` its drafter is the one that is kept."""
     worse: int = 0
     """Evaluations in a row that were clearly below it."""
+    evaluation: float = 0.0
+    """Seconds of the last evaluation; one ends the run, within its minutes."""
 
 
 class SavedRun:

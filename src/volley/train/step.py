@@ -14,7 +14,7 @@ from volley.train.attention import ATTENTION, Layout
 from volley.train.documents import Document, pad
 from volley.train.features import Features, FrozenTarget
 from volley.train.losses import Objective, block_loss, slot_weights
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 from volley.train.vocabulary import LossTokens
 
 CPU_ROWS = 4096  # rows per pass on a CPU: larger tensors are mapped anew each time, which costs more than arithmetic
@@ -110,7 +110,7 @@ class StepFunction:
         self.model = model
         self.block_size = shape.block_size
         self.mask_token_id = shape.mask_token_id
-        self.weights = slot_weights(self.block_size, config.loss_decay, config.gamma)
+        self.weights = slot_weights(self.block_size, filled(config.loss_decay), config.gamma)
         caps = target.softcap, shape.final_logit_softcapping
         self.objective = Objective(config.soft_targets, config.total_variation, *caps)
         self.has_head = shape.head is not None
@@ -121,7 +121,7 @@ class StepFunction:
     def draw_anchors(self, document: Document, index: int, epoch: int) -> list[int]:
         """Anchors of the document with that index in the data: a function of seed, epoch and index alone."""
         config, seed = self.config, f"{self.config.seed}/{epoch}/{index}"
-        start, length, count = document.response_start, len(document), config.anchors_per_sequence
+        start, length, count = document.response_start, len(document), filled(config.anchors_per_sequence)
         return draw_anchors(start, length, count, self.block_size, config.anchors, seed)
 
     def draw_reveals(self, anchors: Sequence[int], index: int, epoch: int) -> Tensor | None:

@@ -18,13 +18,14 @@ class TuneConfig:
     out: Path
     """Folder for all that is made. It loads as a drafter; a run that finds it goes on."""
     prompts: tuple[str, ...] = ()
-    """Prompt files (JSONL with prompt, messages or turns) like those that are served. The target here answers them."""
+    """Prompt files (JSONL with prompt, messages or turns) like those that are served, which the target here answers; ``builtin``:
+    200 prompts of six kinds, for whoever has no traffic at hand."""
     endpoint: str | None = None
     """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead."""
     data: tuple[str, ...] = ()
     """Responses that volley collect has written already, instead of prompts."""
     max_minutes: float = 60.0
-    """Minutes of trials and training; collecting, measuring and certifying come on top."""
+    """Minutes of trials and training by the clock; collecting, measuring and certifying come on top."""
     temperatures: tuple[float, ...] = (0.0, 0.7)
     """Temperatures that will be served: responses are collected at them."""
     max_tokens: int = 256

@@ -1,7 +1,6 @@
 """One command from a model and its traffic to a certified drafter: seven steps, each of which a killed run goes on behind."""
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -29,16 +28,17 @@ from volley.train.documents import Document, plan_epoch
 from volley.train.features import KEPT, FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
-from volley.train.options import LONGEST, TrainConfig
+from volley.train.options import LONGEST, TrainConfig, filled
 from volley.train.parallel import Ranks
+from volley.train.presets import preset_for, read_config
 from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
 from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
-from volley.tune.presets import preset_for, read_config
 from volley.tune.report import to_html
 from volley.tune.state import Milestones, alone_in
 from volley.tune.trials import (
     BLOCK_SIZES,
+    RULES,
     TRIAL_BLOCK,
     Search,
     Trainings,
@@ -61,6 +61,8 @@ MOST_READ = 0.75
 READ_WINDOW, READ_TOKENS = 64, 2048
 """Responses that are sorted by length, and tokens of a pass over some of them."""
 TYPICAL_TRIALS = 12
+LEAST_SHARE = 0.25
+"""Of the minutes, for the training, however long the choice took."""
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
@@ -203,7 +205,13 @@ class Tuning:
         return ranks
 
     def choose(self) -> dict[str, Any]:
-        """Trials; each is kept as it ends."""
+        """Trials; each is kept as it ends. All that this step takes counts, over stops as well."""
+        begun = time.monotonic() - 60 * self.progress.done.get("spent", 0.0)
+
+        def spent() -> float:
+            return (time.monotonic() - begun) / 60
+
+        self.say(f"trials and training take {self.config.max_minutes:g} minutes by the clock, evaluations included")
         read, anchors = 0.0, ANCHORS
         if (
             self.ranks.device.type == "cpu"
@@ -218,20 +226,24 @@ class Tuning:
         total = trial_minutes(self.config.max_minutes)
         minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
         self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
-        self.say(f"trials of {60 * minutes:.0f} s each, {total:.1f} minutes in all, from the preset")
+        total += self.progress["read"]
+        self.say(f"trials of {60 * minutes:.0f} s each, until minute {total:.1f}, from the preset")
         trials = [from_json(raw) for raw in self.progress.done.get("trials", [])]
 
         def note(_: Trial) -> None:
             self.progress["trials"] = [to_json(trial) for trial in trials]
+            self.progress["spent"] = spent()
 
         make = Trainings(self.base, self.frozen, self.serving, self.ranks)
         taps, width = more_taps(self.frozen), self.frozen.text_config.hidden_size
         few = self.progress["steps"] < FEW_STEPS
-        search = Search(self.base, make, taps, width, self._say, trials, note, total, few)
+        search = Search(self.base, make, taps, width, self._say, trials, note, total, spent, few)
         best = search.run()
-        options = dict(best.options)
+        options, by_rules = dict(best.options), best.name == RULES
         blocks = f"blocks of {self.config.block_size}, as asked for"
-        if self.config.block_size is None:
+        if self.config.block_size is None and by_rules:
+            options["block_size"], blocks = TRIAL_BLOCK, f"blocks of {TRIAL_BLOCK}, by rule"
+        elif self.config.block_size is None:
             sizes = BLOCK_SIZES if few else BLOCK_SIZES[BLOCK_SIZES.index(TRIAL_BLOCK) :]
             options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, sizes))
         self.say(blocks)
@@ -241,9 +253,12 @@ class Tuning:
         first = trials[0]
         gain = best.score / first.score
         why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
+        if by_rules:
+            why = f"rules, as trials of this length end at τ {first.tau:.2f} and cannot judge options"
         chosen = _named(self.base, options)
         self.say(f"chose {chosen} ({why})")
         said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
+        self.progress["spent"] = spent()
         return {"options": options, **said, "trials": len(trials)}
 
     def read(self, data: TrainingData) -> tuple[float, int]:
@@ -259,7 +274,7 @@ class Tuning:
         size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * KEPT.itemsize
         fits = size <= self.frozen.remembered.budget
         features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
-        order = plan_epoch(data.lengths, self.base.tokens_per_batch, self.base.seed, 0)
+        order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
         started, most, self._has_read = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes, True
         self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
@@ -274,7 +289,7 @@ class Tuning:
         known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
         if known >= MOST_READ * len(data.documents):
             answered = sum(len(document) - document.response_start for document in data.documents)
-            anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / self.base.block_size)))
+            anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / filled(self.base.block_size))))
         return min(time.monotonic() - started, most) / 60, anchors
 
     def _batch(self) -> tuple[int, int]:
@@ -283,9 +298,11 @@ class Tuning:
         timed = replace(self.base, max_steps=TIMED_STEPS, out=str(folder))
         for _ in range(1 if self.ranks.device.type == "cpu" else 2):  # a GPU's first steps load and choose kernels
             trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
-            trial.run()
-            shutil.rmtree(folder)
-        at, updates = trial.schedule.position, trial.update_seconds
+            at, started = trial.schedule.position, time.monotonic()
+            for _ in range(TIMED_STEPS):
+                trial.step(trial.schedule.batch, 0.0)
+                trial.schedule.advance()
+            at.seconds, updates = time.monotonic() - started, trial.update_seconds
         per_token, update = max(at.seconds - updates, 1e-9) / at.tokens, updates / at.step
         batch = batch_tokens(60 * self.training_minutes, per_token, update)
         seconds = batch * per_token + update
@@ -295,13 +312,15 @@ class Tuning:
 
     @property
     def training_minutes(self) -> float:
+        """What trials of the whole time that they may have leave to the training."""
         read: float = self.progress.done.get("read", 0.0)
         return self.config.max_minutes - trial_minutes(self.config.max_minutes) - read
 
     @cached_property
     def training(self) -> TrainConfig:
-        """The training itself: what the trials chose, for the minutes they left."""
-        minutes = self.training_minutes
+        """The training itself: what the trials chose, for the minutes that are left."""
+        spent: float = self.progress.done.get("spent", 0.0)
+        minutes = max(LEAST_SHARE * self.config.max_minutes, self.config.max_minutes - spent)
         return replace(
             self.base,
             **self.progress["choose"]["options"],

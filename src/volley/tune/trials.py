@@ -22,13 +22,15 @@ from volley.models.targets.taps import decoder_layers
 from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 from volley.train.parallel import Ranks
+from volley.train.presets import muon_factor
 from volley.train.shape import drafter_config
-from volley.tune.presets import muon_factor
 
 BETTER = 1.02
 """How much better a choice must be than the one before: what two trials of the same options differ by."""
+SEES = 1.5
+"""The τ of the preset's trial from which on trials can tell options apart: below it, what they differ by is noise."""
 TRIAL_BLOCK = 8
 BLOCK_SIZES = (4, TRIAL_BLOCK, 12, 16)
 """What a training may have; a long one accepts so much more than its trials that it is not offered the shortest."""
@@ -130,13 +132,23 @@ class Search:
     """Told of each new trial."""
     minutes: float = float("inf")
     """For all trials together; questions that no time is left for keep the preset's answer."""
+    spent: Callable[[], float] | None = None
+    """The minutes that are gone, by the clock; without it those that the trials trained."""
     few_steps: bool = True
     """Whether the training will have so few steps that what learns fast stays ahead. Higher rates, smaller batches and fewer
     layers win every short trial; where the training is much longer they are not asked about."""
 
     def run(self) -> Trial:
-        """Try the options one after the other, what usually gains most first; returns the best trial."""
+        """Try the options one after the other, what usually gains most first; returns the best trial.
+
+        If the preset's own trial accepts too little to judge by, rules choose, and no other trial is made.
+        """
         best = self.trial("preset", {})
+        if best.tau < SEES:
+            self.say(
+                f"  trials of this length end at τ {best.tau:.2f}, below {SEES}, and cannot judge options: rules choose"
+            )
+            return replace(best, name=RULES, options=rules(self.width))
         questions = (self._heads, self._rates, self._layers, self._taps, self._batches, self._targets, self._optimizers)
         for question in questions:
             best = question(best)
@@ -158,7 +170,7 @@ class Search:
         for name, change in options:
             changed = {**best.options, **change}
             known = any(trial.options == changed for trial in self.trials)
-            if not known and len(self.trials) * (self.base.max_minutes or 0.0) >= self.minutes:
+            if not known and self._minutes_spent() >= self.minutes:
                 self.say(f"  {name}: no time is left to try")
                 break
             tried = self.trial(name, changed)
@@ -167,9 +179,12 @@ class Search:
             best = tried
         return best
 
+    def _minutes_spent(self) -> float:
+        return self.spent() if self.spent is not None else len(self.trials) * (self.base.max_minutes or 0.0)
+
     def _rates(self, best: Trial) -> Trial:
         """Up, and where that is no better, down."""
-        rate = self.base.learning_rate
+        rate = filled(self.base.learning_rate)
         for rates in ((2.5 * rate, 6.25 * rate) if self.few_steps else (), (rate / 2.5, rate / 6.25)):
             found = self._compare(best, *((f"learning rate {rate:.1e}", {"learning_rate": rate}) for rate in rates))
             if found is not best:
@@ -193,7 +208,7 @@ class Search:
     def _batches(self, best: Trial) -> Trial:
         if not self.few_steps:
             return best
-        sizes = [self.base.tokens_per_batch // factor for factor in (4, 16)]
+        sizes = [filled(self.base.tokens_per_batch) // factor for factor in (4, 16)]
         return self._compare(best, *((f"batches of {size} tokens", {"tokens_per_batch": size}) for size in sizes))
 
     def _heads(self, best: Trial) -> Trial:
@@ -211,13 +226,22 @@ class Search:
 
     def _optimizers(self, best: Trial) -> Trial:
         muon, factor = self.base.optimizer == "muon", muon_factor(self.width)
-        rate = best.options.get("learning_rate", self.base.learning_rate)
+        rate = best.options.get("learning_rate") or filled(self.base.learning_rate)
         other = {"optimizer": "adamw" if muon else "muon", "learning_rate": rate / factor if muon else rate * factor}
         return self._compare(best, (str(other["optimizer"]), other))
 
 
 def _layers_named(number: int) -> tuple[str, dict[str, Any]]:
     return f"{number} layer{'s' if number > 1 else ''}", {"num_layers": number}
+
+
+RULES = "rules"
+"""Name of what was chosen without trials that could judge."""
+
+
+def rules(width: int) -> dict[str, Any]:
+    """Options for a target of hidden size ``width`` whose trials cannot judge: a Markov head, which other programs run too."""
+    return {"head": "markov", "head_rank": head_rank(width)}
 
 
 def head_rank(width: int) -> int:

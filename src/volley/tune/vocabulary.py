@@ -9,7 +9,7 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
 from volley.train.data import TrainingData
 from volley.train.features import FrozenTarget
-from volley.train.options import TrainConfig
+from volley.train.options import TrainConfig, filled
 from volley.train.shape import drafter_config
 from volley.train.vocabulary import PAYS, Vocabulary, coverage, response_counts
 from volley.tune.trials import Trial, cycle_seconds, steady_acceptance
@@ -46,7 +46,7 @@ def choose_vocabulary(
     ends = frozen.plain_ends
     if not sizes or ends is None:
         return 0, "all tokens are drafted: " + ("the vocabulary is small" if ends else "the head is not a plain matrix")
-    data, block = TrainingData(config, frozen), config.block_size
+    data, block = TrainingData(config, frozen), filled(config.block_size)
     counts, others = (response_counts(each, frozen.vocab_size) for each in (data.documents, data.held_out))
     whole = Drafter(drafter_config(config, frozen.model, 0))
     with torch.no_grad():

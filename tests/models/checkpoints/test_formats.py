@@ -285,6 +285,30 @@ def test_what_is_only_read_is_neither_written_nor_trained(tmp_path: Path, target
         drafter_to_adapt(str(source), eager_model(target_config()))
 
 
+def test_a_drafter_whose_anchor_drafts_without_a_head(tmp_path: Path, target: str) -> None:
+    source = saved(tmp_path / "own", sample_from_anchor=True)
+    export(source, tmp_path / "theirs", "speculators")
+    assert_equal(read_checkpoint(tmp_path / "theirs"), read_checkpoint(source))
+    raw = read_json(tmp_path / "theirs" / "config.json")
+    assert (raw["speculators_model_type"], raw["markov_rank"], raw["block_size"]) == ("dspark", 0, 5)
+    for form in ("sglang", "transformers", "gguf"):
+        with pytest.raises(ConfigError, match="its anchor's slot drafts without a sequential head, which has no place"):
+            export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="drafts from the anchor's slot, which volley does not train; name another"):
+        drafter_to_adapt(str(source), eager_model(target_config()))
+
+
+def test_a_confidence_head_without_a_markov_head(tmp_path: Path) -> None:
+    own = read_checkpoint(saved(tmp_path / "own", block_size=8, sample_from_anchor=True))
+    save_tensors(tmp_path / "model.safetensors", {**own.tensors, "confidence_head.proj.weight": torch.ones(1, 32)})
+    raw = {**deepspec(), "markov_rank": 0, "confidence_head_with_markov": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = read_checkpoint(tmp_path)
+    assert (read.config.head, read.config.sample_from_anchor, read.config.confidence_width) == (None, True, 32)
+    drafter = Drafter.from_pretrained(tmp_path)
+    assert (drafter.head, drafter.confidence_head is None) == (None, False)
+
+
 @given(st.data())
 def test_a_damaged_config_is_a_clear_error(data: st.DataObject) -> None:
     raw = data.draw(st.sampled_from([foreign(), drafter_config().to_json()]))

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
+from transformers import AutoTokenizer
 
 from tests.models.gguf.files import bpe_tokenizer, decoded, random_model, write_model
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
 from volley.models.checkpoints.formats import read_checkpoint
+from volley.models.checkpoints.gguf_drafter import write_gguf
 from volley.models.diagnosis import diagnose
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
@@ -70,6 +72,14 @@ def test_a_round_trip_changes_nothing(tmp_path: Path, folder: Path, changes: dic
     drafters = (Drafter.from_pretrained(path) for path in (file, source))
     for one, other in zip(*(drafter.state_dict().values() for drafter in drafters), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_file_that_says_that_the_anchor_drafts(tmp_path: Path, folder: Path) -> None:
+    """Forks of llama.cpp write such files; volley does not, because llama.cpp itself drafts from masks alone."""
+    checkpoint, file = read_checkpoint(saved(tmp_path / "own", sample_from_anchor=True)), tmp_path / "drafter.gguf"
+    write_gguf(file, checkpoint, str(folder), AutoTokenizer.from_pretrained(folder))
+    found = read_checkpoint(file).config
+    assert (found.block_size, found.sample_from_anchor, found.head) == (6, True, None)
 
 
 def test_the_layout_that_llama_cpp_reads(tmp_path: Path, folder: Path) -> None:

@@ -189,6 +189,7 @@ def write_model(
     kind: str | Callable[[str], str] = "F32",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    split: str = "gpt-2",
     keys: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
     tensors_a_part: int = 0,
@@ -231,7 +232,7 @@ def write_model(
     for name, weight in (extra or {}).items():
         writer.add_tensor(name, weight)
     if tokenizer is not None:
-        add_tokenizer(writer, tokenizer)
+        add_tokenizer(writer, tokenizer, split)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

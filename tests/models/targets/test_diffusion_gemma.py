@@ -13,11 +13,22 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion, LogitsProcessor, LogitsProcessorList
 
 from tests.conftest import byte_tokenizer
-from tests.diffusion_gemma import CANVAS, VOCAB, TorchNoise, by_transformers, by_volley, random_model, same, settings
+from tests.diffusion_gemma import (
+    CANVAS,
+    VOCAB,
+    WINDOW,
+    TorchNoise,
+    by_transformers,
+    by_volley,
+    random_model,
+    same,
+    settings,
+)
 from tests.tiny import random_drafter
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import logprobs_of
 from volley.errors import InputError, MismatchError
+from volley.memory.attention import paged_attention, reference_attention, visible_mask
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
@@ -157,6 +168,36 @@ def test_one_pass_gives_the_logits_of_encoder_and_decoder(
         theirs = hf(prompt[None], decoder_input_ids=canvas[None], self_conditioning_logits=last[None]).logits[0]
     mine = one_pass(target)
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def dense_mask(length: int, canvas: int, window: int) -> Tensor:
+    """What vLLM's account of the model draws: a causal band of ``window`` keys, and ``2 · window + 1`` keys around a canvas's."""
+    end = length + canvas
+    rows = [
+        [(j <= i and i - j < window) if i < length else abs(i - j) <= window for j in range(end)] for i in range(end)
+    ]
+    return torch.tensor(rows)
+
+
+def test_a_symmetric_window_is_a_setting_of_the_family(target: DiffusionGemma, tmp_path: Path) -> None:
+    """Its masks are the dense ones, layers with a window alone have them, and answers differ from transformers' windows."""
+    segment = Segment(BlockTable(4), 0, 20 + CANVAS, groups=(*[1] * 20, CANVAS))
+    assert torch.equal(visible_mask(segment, WINDOW, 0, symmetric=True), dense_mask(20, CANVAS, WINDOW))
+    assert target.diffusion is not None
+    symmetric = DiffusionGemma(target.model)
+    symmetric.diffusion = replace(target.diffusion, symmetric_window=True)
+    seen: list[tuple[int | None, bool]] = []
+
+    def watched(*arguments: Any) -> Tensor:
+        seen.append((arguments[-1].window, arguments[-1].symmetric))
+        return paged_attention(*arguments)
+
+    symmetric.attention = watched
+    paged = one_pass(symmetric)
+    assert set(seen) == {(WINDOW, True), (None, True)}
+    symmetric.attention = reference_attention
+    torch.testing.assert_close(paged, one_pass(symmetric), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(paged, one_pass(target), atol=1e-3)
 
 
 def test_an_end_token_ends_the_answer_inside_a_canvas(

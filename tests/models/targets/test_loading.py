@@ -2,8 +2,11 @@
 
 import json
 from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,15 @@ from volley.errors import CheckpointError
 from volley.models.drafters.drafter import Drafter
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
-from volley.models.targets import loading
-from volley.models.targets.loading import auto_tokenizer, drafter_path, load_causal_lm, load_config, straight_to
+from volley.models.targets import diffusion, loading
+from volley.models.targets.loading import (
+    announce_download,
+    auto_tokenizer,
+    drafter_path,
+    load_causal_lm,
+    load_config,
+    straight_to,
+)
 
 
 def test_weights_are_read_where_they_stay(tmp_path: Path) -> None:
@@ -32,13 +42,49 @@ def test_a_drafter_comes_from_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     random_drafter().save_pretrained(tmp_path / "snapshot")
     asked: list[str] = []
 
-    def fetch(name: str, **_: object) -> str:
+    def fetch(name: str, *, dry_run: bool = False, **_: object) -> Any:
+        if dry_run:
+            return []
         asked.append(name)
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(loading, "snapshot_download", fetch)
     drafter = Drafter.from_pretrained("somebody/drafter", torch.float32)
     assert (asked, drafter.folder) == (["somebody/drafter"], tmp_path / "snapshot")
+
+
+def test_the_size_of_a_download_is_told_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only what is not here yet counts."""
+    sizes = {
+        "model-00001-of-00002.safetensors": 1_200_000_000,
+        "config.json": 1_000,
+        "model-00002-of-00002.safetensors": 9e8,
+    }
+    told_before = list[str]()
+
+    def fetch(name: str, *, allow_patterns: list[str], dry_run: bool = False) -> Any:
+        if not dry_run:
+            told_before.extend(caplog.messages)
+            return str(tmp_path)
+        assert any(fnmatch("model-00001-of-00002.safetensors", pattern) for pattern in allow_patterns)
+        return [SimpleNamespace(file_size=size, will_download="00002-of" not in name) for name, size in sizes.items()]
+
+    monkeypatch.setattr(loading, "snapshot_download", fetch)
+    drafter_path("somebody/drafter")
+    assert told_before == ["somebody/drafter: fetching 1.2 GB from the hub"]
+    caplog.clear()
+    sizes["model-00001-of-00002.safetensors"] = 34_000_000
+    monkeypatch.setattr(diffusion, "read_kind", lambda _: ({}, "qwen3"))
+    monkeypatch.setattr(diffusion.Target, "from_pretrained", lambda *_: told_before.extend(caplog.messages))
+    diffusion.load_target("gpt2", torch.float32, "cpu")
+    assert told_before[1:] == ["gpt2: fetching 34 MB from the hub"]
+    for name in (tmp_path, "some/file.gguf"):
+        announce_download(name)
+    sizes.clear()
+    announce_download("somebody/target")
+    assert len(caplog.messages) == 1
 
 
 def test_an_unreachable_hub_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,8 @@ def _attention_kernel(
                     if SYMMETRIC:
                         lowest = query_position - window
                         visible &= key_position[None, :] <= query_position[:, None] + window
+                if kind == _TREE and SYMMETRIC:
+                    visible &= key_position[None, :] <= query_position[:, None] + window
                 visible &= key_position[None, :] >= lowest[:, None]
 
             scores = tl.where(visible, scores, -float("inf"))

@@ -258,6 +258,12 @@ class DrafterConfig:
         return " and ".join(name for there, name in parts if there) or None
 
     @property
+    def is_trained_here(self) -> bool:
+        """Whether volley trains such drafters: it trains no tables of transitions, and no slot of an anchor."""
+        has_tables = self.head is not None and self.head.type == "dspark"
+        return self.untrained is None and not has_tables and not self.sample_from_anchor
+
+    @property
     def own_keys(self) -> dict[str, Any]:
         """What every format's config says for volley alone; other programs ignore it."""
         own = {"target_fingerprint": self.target_fingerprint, "draft_window": self.draft_window}

@@ -225,7 +225,7 @@ def _keys(config: DrafterConfig) -> dict[str, Any]:
         keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
     if config.draft_window:
         keys["draft_window"] = config.draft_window
-    if config.head is not None:
+    if config.head is not None or config.sample_from_anchor:
         keys |= {"sample_from_anchor": config.sample_from_anchor, "has_confidence_head": False}
     return keys
 

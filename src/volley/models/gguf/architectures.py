@@ -181,9 +181,14 @@ def _biases(file: GGUFFile) -> Values:
 _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
+def num_layers(file: GGUFFile) -> int:
+    """Number of layers without those that predict further tokens, which come last and are not used."""
+    return int(file.require("block_count")) - int(file.get("nextn_predict_layers", 0))
+
+
 def layer_types(file: GGUFFile, every: int) -> list[str]:
     """Which layers have a window: as the file says, or all but each ``every``-th."""
-    number = file.require("block_count")
+    number = num_layers(file)
     said = file.get("attention.sliding_window_pattern", every)
     slides = said if isinstance(said, list) else [said == 0 or (layer + 1) % said != 0 for layer in range(number)]
     if not file.get("attention.sliding_window", 0):
@@ -192,7 +197,7 @@ def layer_types(file: GGUFFile, every: int) -> list[str]:
 
 
 def _gemma_2(file: GGUFFile) -> Values:
-    layers, window = file.require("block_count"), file.get("attention.sliding_window", 4096)
+    layers, window = num_layers(file), file.get("attention.sliding_window", 4096)
     return {
         "sliding_window": window,
         "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
@@ -235,6 +240,7 @@ def _phi_3(file: GGUFFile) -> Values:
             "long_factor": file.dense(LONG_FACTORS).tolist(),
             "attention_factor": float(file.require("rope.scaling.attn_factor")),
             "original_max_position_embeddings": context,
+            "factor": file.require("context_length") / context,
         }
     return {
         "rope_parameters": values,
@@ -281,7 +287,7 @@ def _qwen_2_moe(file: GGUFFile) -> Values:
 
 def _gpt_oss(file: GGUFFile) -> Values:
     """Windows are in every other layer."""
-    layers = file.require("block_count")
+    layers = num_layers(file)
     return {
         "num_local_experts": file.require("expert_count"),
         "num_experts_per_tok": file.require("expert_used_count"),
@@ -315,14 +321,13 @@ def _lfm_2(file: GGUFFile) -> Values:
 
 def _delta_net(file: GGUFFile) -> Values:
     """Values of hybrids with gated delta nets."""
-    layers = file.require("block_count") - file.get("nextn_predict_layers", 0)
+    layers = num_layers(file)
     every = file.get("full_attention_interval", 4)
     recurs = file.get("attention.recurrent_layers", [(layer + 1) % every != 0 for layer in range(layers)])
     value_heads = file.require("ssm.time_step_rank")
     sections = [size for size in file.get("rope.dimension_sections", []) if size]
     rotary = {**rope(file), "partial_rotary_factor": _rotary_part(file)}
     return {
-        "num_hidden_layers": layers,
         "layer_types": ["linear_attention" if one else "full_attention" for one in recurs[:layers]],
         "linear_conv_kernel_dim": file.require("ssm.conv_kernel"),
         "linear_num_key_heads": file.require("ssm.group_count"),
@@ -370,16 +375,19 @@ def _value_size(config: Any) -> int:
 def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
     shared = config.linear_num_value_heads // keys
-    return parts[0].unflatten(1, (shared, keys, size)).transpose(1, 2).flatten(1)
+    (weight,) = parts
+    return weight.reshape(len(weight), shared, keys, size).transpose(1, 2).reshape(weight.shape)
 
 
 def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
-    """For each key head its queries, keys, values and gates, which lie one kind after the other."""
+    """For each key head its queries, keys, values and gates, which lie one kind after the other in newer files."""
     keys, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    if len(parts) == 1:
+        return parts[0]
     qkv, gates = parts
-    kinds = [*qkv.split([keys * key, keys * key, keys * values]), gates]
-    return torch.cat([kind.unflatten(0, (keys, -1)) for kind in kinds], dim=1).flatten(0, 1)
+    kinds = [*torch.split(qkv, [keys * key, keys * key, keys * values]), gates]
+    return torch.cat([kind.reshape(keys, -1, kind.shape[1]) for kind in kinds], dim=1).flatten(0, 1)
 
 
 _DELTA_NET = {
@@ -465,7 +473,7 @@ def _olmo(file: GGUFFile) -> Values:
     if _olmo_3(file) is None:
         return {}
     full = rope(file)
-    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    local = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", full["rope_theta"]))}
     return {
         "sliding_window": file.require("attention.sliding_window"),
         "layer_types": layer_types(file, 4),
@@ -545,6 +553,7 @@ ARCHITECTURES = {
             **_DELTA_NET,
             **_EXPERTS,
             **_SHARED_EXPERT,
+            "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",
             "attn_qkv.weight": "linear_attn.in_proj_qkvz.weight",
             "attn_gate.weight": "linear_attn.in_proj_qkvz.weight",
             "ssm_ba": "linear_attn.in_proj_ba",

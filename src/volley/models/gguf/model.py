@@ -85,7 +85,7 @@ class UnreadWeights:
         kinds = plan(self._file, weights)
         for weight, (name, *_) in self._unread.items():
             modules = [module for module, _ in self._places[weight]]
-            is_embedding = [type(module) for module in modules] == [nn.Embedding]  # and no head as well
+            is_embedding = all(isinstance(module, nn.Embedding) for module in modules)  # and no head as well
             kind = STORED.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
                 if kind is not None and weight not in self._changes and (is_embedding or type(module) is nn.Linear):

@@ -65,6 +65,8 @@ _UNCASED = rf"{_MARKED_WORD}(?:{_SUFFIX})?"
 _YOUTU = rf"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_KANA_AND_HAN}"
 _RUNS_OF_SPACE = "|".join(rf"\s{{{length}}}(?!\S)" for length in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
 _JAIS_2 = _words(_THREE_DIGITS, space=rf"\s*[\r\n]+|{_RUNS_OF_SPACE}|\s")
+_HAN = r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{2F800}-\x{2FA1F}"
+_NOT_HAN = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_SUFFIX})?"
 _NO_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _UNKNOWN_TO_DEEPSEEK = (
     r"\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}\x{A790}-\x{A7FF}\x{AB30}-\x{AB6F}"
@@ -125,6 +127,7 @@ _BY_EXPRESSIONS: dict[Split, str] = {
     ): "tiny_aya cohere2moe",
     Split((_YOUTU, _words(_DIGIT, suffix="", word=_UNCASED, symbols=_SLASHED)), True): "youtu",
     Split((_JAIS_2,)): "jais-2",
+    Split((rf"[{_HAN}]+|{_words(_THREE_DIGITS, suffix='', word=_NOT_HAN)}",)): "kimi-k2",
     Split(
         (r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
         begins=True,

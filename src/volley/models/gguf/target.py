@@ -20,6 +20,7 @@ from volley.models.gguf.architectures import (
     SHORT_FACTORS,
     Architecture,
     Change,
+    num_layers,
     rope,
 )
 from volley.models.gguf.file import UNREAD_SCALING, GGUFFile, Rows
@@ -28,11 +29,13 @@ from volley.models.gguf.tokens import Tokens
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_NO_WEIGHT = {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS}
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"}
+_WITHOUT_EFFECT = {
+    *("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned"),
+    "rope.scaling.original_context_length",
+}
 _UNCHANGING: dict[str, tuple[Any, ...]] = {
     **UNREAD_SCALING,
     "attention.causal": (True,),
-    "pooling_type": (0,),
     **dict.fromkeys(
         (
             *(
@@ -42,7 +45,7 @@ _UNCHANGING: dict[str, tuple[Any, ...]] = {
                 "expert_group_count",
                 "expert_group_used_count",
             ),
-            *("leading_dense_block_count", "nextn_predict_layers", "attention.sliding_window", "attention.clamp_kqv"),
+            *("leading_dense_block_count", "attention.sliding_window", "attention.clamp_kqv"),
             *("attn_logit_softcapping", "final_logit_softcapping", "attention.max_alibi_bias"),
         ),
         (0, 0.0),
@@ -92,21 +95,21 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
         "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.names else 0,
         "hidden_size": hidden,
         "intermediate_size": file.number("feed_forward_length", 0 if has_experts else None),
-        "num_hidden_layers": file.require("block_count"),
+        "num_hidden_layers": num_layers(file),
         "num_attention_heads": heads,
         "num_key_value_heads": own.get("num_key_value_heads") or file.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.require("context_length"),
         "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope(file),
+        "rope_parameters": own.get("rope_parameters") or rope(file),
         "tie_word_embeddings": "output.weight" not in file.names,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": None,
         **own,
     }
-    _check_read(file, known)
     name, model = known.classes(file)
+    _check_read(file, known)
     config: PretrainedConfig = getattr(transformers, name)(**values)
     config.architectures = [model]
     return config
@@ -162,7 +165,7 @@ def _place(known: Architecture, name: str) -> str | None:
 def weight_names(file: GGUFFile) -> dict[str, tuple[str, ...]]:
     """The file's tensors that make up each weight, by transformers' name of it."""
     order = {own: place for place, own in enumerate(described(file).layer_names)}
-    layers = file.require("block_count") - file.get("nextn_predict_layers", 0)
+    layers = num_layers(file)
     found: dict[str, tuple[str, ...]] = {}
     for name in file:
         layer = _LAYER.fullmatch(name)

@@ -42,7 +42,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     named = {name: tokens.named(key) for name, key in _NAMED.items()}
     texts: dict[str, Any] = {name: tokens.texts[token] for name, token in named.items() if token is not None}
     found = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_AsItIs(backend),
         add_bos_token="bos_token" in texts and bool(file.metadata.get("tokenizer.ggml.add_bos_token", begins)),
         add_eos_token="eos_token" in texts and bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
         clean_up_tokenization_spaces=False,
@@ -51,6 +51,16 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     found.name_or_path = str(file.path)
     found.chat_template = _templates(file)
     return found
+
+
+class _AsItIs:
+    """Gives a tokenizer where a copy is asked for. transformers copies what it is given, by way of JSON: it takes a second."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, _: object) -> Tokenizer:
+        return self._backend
 
 
 def _split(file: GGUFFile) -> Split:

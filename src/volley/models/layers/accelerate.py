@@ -19,16 +19,24 @@ from transformers import PreTrainedModel
 
 from volley import native
 from volley.memory import kernels
+from volley.models.layers.embeddings import Lookup, scale_of
 from volley.models.layers.experts import group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
-from volley.models.layers.products import Float8Product, Product, codes_of, has_bf16_products, is_linear, make_product
-from volley.models.layers.residency import MappedFiles, trim
+from volley.models.layers.products import (
+    Float8Product,
+    Product,
+    codes_of,
+    has_bf16_products,
+    inputs_of,
+    is_linear,
+    make_product,
+)
+from volley.models.layers.residency import MappedFiles, StackedRows, trim
 from volley.models.layers.routed import WEIGHTS
 from volley.native import Weights
-from volley.native.formats import CodeSource
 
 log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
@@ -87,7 +95,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
         )
     files = MappedFiles() if release else None
     # The largest weight comes first: not all of its file leaves memory while it is copied.
-    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, files, fill)
+    done = _replace_head(model, weights, files, fill) | _replace_embedding(model, weights, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
     reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
@@ -120,7 +128,7 @@ def _tell_share(model: nn.Module, weights: Weights) -> None:
         size = product.outputs * product.inputs
         coded, other = (coded + size, other) if product.kind != "bf16" else (coded, other + size)
     for module in model.modules():
-        own = [] if type(module) is nn.Embedding else list(module.parameters(recurse=False))
+        own = [] if isinstance(module, nn.Embedding) else list(module.parameters(recurse=False))
         other += sum(weight.numel() for weight in own if weight.dim() > 1 and weight.device.type != "meta")
     share = coded / max(coded + other, 1)
     if share < _MOST:
@@ -142,13 +150,19 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     return {head}
 
 
-def _replace_embedding(model: nn.Module, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
-    """Look the rows of an embedding up in the codes that a file has them in, unless it is the head's as well."""
+def _replace_embedding(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
+    """Look the rows of an embedding up in codes, unless it is the head's as well: the file's, or int8 beside layers in codes."""
     embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
-    if files is None or type(embedding) is not nn.Embedding or not hasattr(embedding, "stored_codes"):
+    scale = None if embedding is None else scale_of(embedding)
+    if files is None or weights == "bf16" or scale is None or not isinstance(embedding, nn.Embedding):
         return set()
-    codes: CodeSource = embedding.stored_codes()  # type: ignore[operator]
-    embedding.forward = native.Product(embedding.weight, None, "int8", [(codes, embedding.num_embeddings)]).rows  # type: ignore[method-assign, assignment]
+    if embedding.weight.device.type == "meta" and not hasattr(embedding, "stored_codes"):
+        fill(embedding)
+    stored = codes_of([embedding])
+    if not native.fits(embedding.weight, "int8", inputs_of(stored)):
+        return set()
+    rows = StackedRows([embedding.weight], files)
+    embedding.forward = Lookup(native.Product(rows, None, "int8", stored), scale)  # type: ignore[assignment]
     release_weight(embedding, files)
     return {embedding}
 
@@ -180,6 +194,7 @@ def _products(model: nn.Module) -> set[native.Product]:
             found.update(forward.weights.products)
         else:
             owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
+            owner = owner.product if isinstance(owner, Lookup) else owner
             found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
@@ -238,12 +253,16 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
     """One linear layer of ``model``, whose weight may be that of an embedding as well."""
     product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
     layer.forward = product  # type: ignore[method-assign, assignment]
-    tied = [module for module in model.modules() if type(module) is nn.Embedding and module.weight is layer.weight]
+    sharing = [
+        module for module in model.modules() if module is not layer and module._parameters.get("weight") is layer.weight
+    ]
+    scales = [(module, scale) for module in sharing if (scale := scale_of(module)) is not None]
+    tied = [module for module, _ in scales]
     if files is None or (tied and not isinstance(product, native.Product)):
         return
-    for embedding in tied:
+    for embedding, scale in scales:
         assert isinstance(product, native.Product)
-        embedding.forward = product.rows  # type: ignore[method-assign, assignment]
+        embedding.forward = Lookup(product, scale)
     for module in (layer, *tied):
         release_weight(module, files)
 

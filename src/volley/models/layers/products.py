@@ -77,13 +77,13 @@ StoredCodes = list[tuple[CodeSource, int]]
 """Codes of weights one below the other, and the outputs of each; empty if they are in none."""
 
 
-def codes_of(layers: Sequence[nn.Linear]) -> StoredCodes:
+def codes_of(layers: Sequence[nn.Linear | nn.Embedding]) -> StoredCodes:
     """The codes that the weights of several layers are stored in, one below the other; none unless all are.
 
     ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` let layers know theirs.
     """
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
-    found = [(ask(), layer.out_features) for ask, layer in zip(asked, layers, strict=True) if ask is not None]
+    found = [(ask(), len(layer.weight)) for ask, layer in zip(asked, layers, strict=True) if ask is not None]
     known = [(codes, size) for codes, size in found if codes is not None]
     return stacked(known) if len(known) == len(layers) else []
 

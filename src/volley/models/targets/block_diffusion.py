@@ -19,6 +19,9 @@ class BlockDiffusion:
     """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
     writes_causally: bool = False
     """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
+    symmetric_window: bool = False
+    """A canvas's token sees a window's ``W`` positions before it and ``W`` after it, ``2 W + 1`` in all, as in vLLM's account of
+    DiffusionGemma. Otherwise it sees what transformers shows it: the canvas, and the window of the canvas's first token."""
     defaults: DiffusionParams
     """Of the family, with the block length that the checkpoint names."""
     own: DiffusionParams = field(default_factory=DiffusionParams)

@@ -16,7 +16,7 @@ from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.canvases import check_causal, read_kind
 from volley.models.targets.families import JOINT, DiffusionFamily, family_of
 from volley.models.targets.folders import check_files
-from volley.models.targets.loading import bar_of_a_long_load, load_config, reading, straight_to
+from volley.models.targets.loading import announce_download, bar_of_a_long_load, load_config, reading, straight_to
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
@@ -61,6 +61,7 @@ def load_target(
     values, kind = read_kind(path)
     if drafted:
         check_causal(path, kind)
+    announce_download(path)
     remedy, family = f"give a hub name or a folder with {TARGET_FILES}", family_of(kind)
     if weights not in ("auto", "bf16") and family is not None:
         raise ConfigError(f"weights={weights!r} is for autoregressive targets; load this one with weights='bf16'")
@@ -90,7 +91,12 @@ def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
     masked = "with the mask_token_id, a token of the model, and" if is_joint else "without a mask, with"
     remedy = f'{path}: "block_diffusion" in config.json must be an object {masked} defaults of requests'
     said = dict(own) if isinstance(own, dict) else {}
-    mask = said.pop("mask_token_id", None)
+    mask, symmetric = said.pop("mask_token_id", None), said.pop("symmetric_window", family.symmetric_window)
+    if type(symmetric) is not bool or (symmetric and family.mask_token_id is not None):
+        raise CheckpointError(
+            f"{path}: symmetric_window is {symmetric!r} in block_diffusion of config.json; it is true or false, and true for "
+            "DiffusionGemma alone, whose canvases have windows"
+        )
     is_token = type(mask) is int and mask in range(target.vocab_size)
     if not isinstance(own, dict) or (not is_token if is_joint else mask is not None):
         raise CheckpointError(f"{remedy}; it is {own!r}")
@@ -99,7 +105,8 @@ def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
         refuse_unread(settings, family)
     except ConfigError as error:
         raise CheckpointError(f"{remedy}: {error}") from None
-    return replace(family, mask_token_id=mask if is_joint else family.mask_token_id, own=settings)
+    mask = mask if is_joint else family.mask_token_id
+    return replace(family, mask_token_id=mask, symmetric_window=symmetric, own=settings)
 
 
 def refuse_unread(settings: DiffusionParams, family: BlockDiffusion) -> None:

@@ -114,7 +114,11 @@ class DiffusionGemma(Target):
     ) -> Tensor:
         """Logits ``[R, V]`` (fp32) at batch rows ``rows [R]``; K/V of the whole batch end in ``store``."""
 
+        assert self.diffusion is not None
+        symmetric = self.diffusion.symmetric_window
+
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+            options = options._replace(symmetric=symmetric)
             return self.attention(batch, store, layer, q, k, v, options)
 
         hidden = self.embed(batch.token_ids)

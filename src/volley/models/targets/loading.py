@@ -1,7 +1,7 @@
 """Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -215,13 +215,36 @@ def straight_to(device: torch.device) -> dict[str, Any]:
     return {"device_map": device} if device.type != "cpu" and find_spec("accelerate") else {}
 
 
+_TARGET_FILES = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+_DRAFTER_FILES = ["*.json", "*.safetensors"]
+
+
+def announce_download(name: str | Path, files: Sequence[str] = _TARGET_FILES) -> None:
+    """Say how large the download of a hub's model is, before it begins; nothing for a path or for what is here already.
+
+    Where the hub is not reached, whoever loads the model says so.
+    """
+    if Path(name).exists() or is_gguf(name) or not HUB_NAME.fullmatch(str(name)):
+        return
+    try:
+        found = snapshot_download(str(name), allow_patterns=list(files), dry_run=True)
+    except Exception:  # the hub's client raises its own kinds, and those of the network
+        return
+    size = sum(file.file_size or 0 for file in found if file.will_download)
+    if size:
+        log.warning(
+            "%s: fetching %s from the hub", name, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+        )
+
+
 def drafter_path(name: str | Path) -> Path:
     """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
     path = Path(name)
     if path.exists() or is_gguf(path) or "/" not in str(name) or not HUB_NAME.fullmatch(str(name)):
         return path
+    announce_download(name, _DRAFTER_FILES)
     try:
-        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(str(name), allow_patterns=_DRAFTER_FILES))
     except Exception as error:  # the hub's client raises its own kinds, and those of the network
         raise _not_given("drafter", name, error) from error
 

@@ -6,6 +6,7 @@ arguments, so nothing is global and one process can hold many targets.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
@@ -408,16 +409,16 @@ class Target:
         On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
         """
         path, device = find_target(path), usable_device(device)
-        with giving_back():
+        with giving_back(), ThreadPoolExecutor(1) as beside:
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
                 check_config(load_config(path, causal=True))
                 check_files(path)
                 model, fill = load_for_codes(path, dtype, kind, device)
-                tokenizer = load_tokenizer(path)
+            tokenizer = beside.submit(load_tokenizer, path)  # while the weights are laid out
             model.eval()
             accelerate(model, kind, release=True, fill=fill)
-            return cls(model, tokenizer)
+            return cls(model, tokenizer.result())
 
 
 def _hidden_windows(model: PreTrainedModel, types: Sequence[str]) -> set[int]:

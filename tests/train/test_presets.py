@@ -7,7 +7,7 @@ from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeCo
 
 from tests.models.gguf.files import random_model, write_model
 from volley.errors import CheckpointError
-from volley.tune.presets import FAMILIES, learning_rate_for, preset_for, read_preset
+from volley.train.presets import FAMILIES, learning_rate_for, preset_for, read_preset
 
 
 def test_a_published_shape_comes_out_of_its_targets_config() -> None:
@@ -30,7 +30,7 @@ def test_narrow_drafters_begin_with_muon_at_a_rate_of_its_own(width: int, rate: 
 
 def test_experts_get_a_dense_width_and_shallow_targets_few_layers() -> None:
     experts = preset_for(Qwen3MoeConfig(hidden_size=2048, num_hidden_layers=48, num_experts=128))
-    assert (experts.num_layers, experts.intermediate_size) == (6, 3 * 2048)
+    assert (experts.num_layers, experts.intermediate_size) == (8, 3 * 2048)
     assert preset_for(GptOssConfig(num_hidden_layers=24)).block_size == 8
     shallow = preset_for(Gemma3TextConfig(num_hidden_layers=5, hidden_size=64))
     assert (shallow.family, shallow.num_layers, shallow.taps) == ("Gemma", 1, (1, 2))

@@ -1,0 +1,41 @@
+"""Embeddings whose rows are looked up in what a product holds of their weight."""
+
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from volley.native import Product
+
+_READ_BY_OTHERS = {"DiffusionGemmaTextScaledWordEmbedding"}
+"""Classes of embeddings whose weight their model multiplies with as well."""
+
+
+def scale_of(embedding: nn.Module) -> Tensor | None:
+    """The number that an embedding multiplies its rows with, found by trying; ``None`` if it does something else with them."""
+    if not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding):
+        return None
+    if type(embedding).__name__ in _READ_BY_OTHERS:
+        return None
+    tried = copy(embedding)
+    rows = torch.randn(9, embedding.embedding_dim, generator=torch.Generator().manual_seed(0)).to(
+        embedding.weight.dtype
+    )
+    rows[0] = 1
+    tried._parameters = {**embedding._parameters, "weight": nn.Parameter(rows, requires_grad=False)}
+    found: Tensor = tried(torch.arange(len(rows)))
+    scale = found[0, 0].clone()
+    return scale if torch.equal(found, rows * scale) else None
+
+
+class Lookup:
+    """The forward of such an embedding."""
+
+    def __init__(self, product: Product, scale: Tensor) -> None:
+        self.product = product
+        self._scale = None if scale == 1 else scale
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Rows ``[..., H]`` for ``token_ids [...]``."""
+        rows = self.product.rows(token_ids)
+        return rows if self._scale is None else rows * self._scale

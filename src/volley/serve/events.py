@@ -1,0 +1,63 @@
+"""Answers as a series of events: what the Responses and the Messages API have in common."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from volley.serve.call_reader import Part
+from volley.serve.parsing import AnswerParser
+from volley.serve.replies import Choice, Dialect, Object, Usage
+from volley.serve.worker import End, Piece
+
+
+class EventDialect(Dialect):
+    """One request with one answer. A whole answer is made of the same events as a streamed one."""
+
+    def __init__(self, model: str, spell: Callable[[int], str], parser: AnswerParser | None) -> None:
+        """``parser`` takes the answer apart; ``None``: it is nothing but text."""
+        super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
+        self._parser = parser
+        self._reasoning_tokens = 0
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
+        (choice,) = choices
+        for _ in [*self._read(choice.texts), *self._finish(choice.finish_reason, choice)]:
+            pass
+        return self._answer(usage)
+
+    def chunk(self, choices: list[Object], usage: Usage | None = None) -> Object:
+        (event,) = choices
+        return event
+
+    def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
+        yield from self._read([chunk.text for chunk in piece.chunks])
+        sent.add(piece)
+
+    def ending(self, end: End, sent: Choice) -> Iterator[Object]:
+        yield from self._finish(end.finish_reason, sent)
+
+    def _read(self, texts: Sequence[str]) -> Iterator[Object]:
+        for text in texts:
+            if self._parser is None:
+                parts = [Part("content", text)] if text else []
+            else:
+                before = self._parser.is_thinking
+                parts = self._parser.feed(text)
+                self._reasoning_tokens += before or self._parser.is_thinking
+            for part in parts:
+                yield from self._take(part)
+
+    def _finish(self, finish_reason: str | None, choice: Choice) -> Iterator[Object]:
+        for part in self._parser.finish() if self._parser else []:
+            yield from self._take(part)
+        yield from self._end(finish_reason, choice)
+
+    def _take(self, part: Part) -> Iterator[Object]:
+        """Events of a piece of the answer."""
+        raise NotImplementedError
+
+    def _end(self, finish_reason: str | None, choice: Choice) -> Iterator[Object]:
+        """Events of the answer's end."""
+        raise NotImplementedError
+
+    def _answer(self, usage: Usage) -> Object:
+        """The whole answer, once it has ended."""
+        raise NotImplementedError

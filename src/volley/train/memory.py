@@ -1,0 +1,73 @@
+"""What a training takes of the memory, said before it starts; what does not fit is refused."""
+
+from dataclasses import dataclass
+
+import torch
+
+from volley.errors import ConfigError
+from volley.memory.device import memory_bytes
+from volley.train.documents import Document
+from volley.train.features import KEPT, FrozenTarget
+from volley.train.losses import CHUNK
+
+BYTES_A_WEIGHT = 16
+"""Of a drafter: the weight, its gradient and the optimizer's two means, in fp32."""
+LIBRARIES = 700_000_000
+STATES = 12
+"""Tensors as wide as the draft MLP that a row of a pass keeps for its gradients, about."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes by what needs them."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """One line for the terminal."""
+        named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size >= 5e7)
+        return f"memory: {self.total / 1e9:.1f} GB at most ({named})"
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a training that the device has too little memory for."""
+        have = memory_bytes(device)
+        if self.total > have:
+            raise ConfigError(
+                f"the training needs {self.total / 1e9:.1f} GB and {device.type} has {have / 1e9:.1f}; give fewer layers, "
+                "--features cache, smaller --rows-per-pass, or a smaller target"
+            )
+
+
+def needs(
+    target: FrozenTarget,
+    documents: list[Document],
+    *,
+    parameters: int,
+    taps: int,
+    rows: int,
+    intermediate_size: int,
+    remembers: bool,
+    decodes: bool,
+) -> Needs:
+    """What a training takes: ``parameters`` learn, ``rows`` of blocks pass at a time.
+
+    On a CPU weights of the target are laid out anew beside their originals; a target that ``decodes`` is another one.
+    """
+    own = sum(weight.nbytes for weight in target.model.parameters())
+    copies = 1 if target.device.type == "cuda" else 2
+    width, vocab_size = target.head.shape[1], target.head.shape[0]
+    features = taps * width * KEPT.itemsize * sum(map(len, documents)) if remembers else 0
+    return Needs(
+        {
+            "the target": own * copies,
+            "the target that decodes": own * copies if decodes else 0,
+            "the drafter": BYTES_A_WEIGHT * parameters,
+            "features": min(features, target.remembered.budget),
+            "a step": rows * STATES * intermediate_size * 4 + 3 * CHUNK * vocab_size * 4,
+            "libraries": LIBRARIES,
+        }
+    )

@@ -1,0 +1,188 @@
+"""Where a search begins: the shape of a drafter and its learning rate, from the target's config alone.
+
+The shapes follow the published drafters of each family (DFlash and DSpark checkpoints). A drafter that exists says itself what it
+is, so a preset is only ever the starting point of a training.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from volley.errors import CheckpointError, VolleyError, unknown_key
+from volley.models.drafters.tap_layers import spread_taps
+from volley.train.options import LONGEST, RANDOM, TrainConfig
+
+PAPER_WIDTH, PAPER_RATE = 4096, 6e-4  # Qwen3-8B (DFlash §A.1)
+RATE_EXPONENT = 0.55
+"""The learning rate falls with the width to this power: between 6e-4 at 4096, 2e-3 at 256 and 6e-3 at 64, which were tried."""
+
+CPU_BATCH, GPU_BATCH = 1024, 8192
+"""Tokens of a step."""
+NARROW = 512
+"""Up to this width Muon begins: at width 64 it learnt in 100 steps what AdamW learns in 300 or more. Wider matrices take long
+to orthogonalise on a CPU."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is particular about the drafters of a family."""
+
+    name: str
+    model_types: tuple[str, ...]
+    block_size: int = 16
+    layers: int = 5
+    note: str = ""
+
+
+FAMILIES = (
+    Family("Qwen3", ("qwen3",)),
+    Family("Qwen3 MoE", ("qwen3_moe",), layers=8, note="narrow experts: more draft layers"),
+    Family("Qwen2", ("qwen2",)),
+    Family(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        layers=6,
+        note="recurrent layers",
+    ),
+    Family("Llama", ("llama",), block_size=10),
+    Family("Mistral", ("mistral", "ministral", "ministral3")),
+    Family("Gemma", ("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text")),
+    Family("gpt-oss", ("gpt_oss",), block_size=8, layers=8, note="usually served in batches: short blocks"),
+    Family("Phi", ("phi3", "phi4")),
+    Family("DeepSeek", ("deepseek_v2", "deepseek_v3", "kimi_k2"), block_size=8, layers=6, note="MLA"),
+)
+_OTHER = Family("other", ())
+SMALL, SMALL_BLOCK, SMALL_LAYERS = 1024, 8, 2
+"""Below this width a cycle is short: blocks are no longer than this, and draft layers no more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a preset follows from."""
+
+    model_type: str
+    num_layers: int
+    width: int
+    intermediate_size: int
+    """Of the target's MLP; three widths where it has experts."""
+
+    @classmethod
+    def of(cls, config: Any) -> "Shape":
+        """Of a transformers config."""
+        text = config.get_text_config()
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        wide = None if experts else getattr(text, "intermediate_size", None)
+        return cls(text.model_type, text.num_hidden_layers, text.hidden_size, wide or 3 * text.hidden_size)
+
+
+TARGETS = {
+    "smollm2-135m": Shape("llama", 30, 576, 1536),
+    "qwen2.5-coder-0.5b": Shape("qwen2", 24, 896, 4864),
+    "qwen3-4b": Shape("qwen3", 36, 2560, 9728),
+    "qwen3-8b": Shape("qwen3", 36, 4096, 12288),
+    "qwen3-coder-30b": Shape("qwen3_moe", 48, 2048, 6144),
+    "llama-3.1-8b": Shape("llama", 32, 4096, 14336),
+    "nemotron-8b": Shape("llama", 32, 4096, 14336),
+    "deepseek-r1-14b": Shape("qwen2", 48, 5120, 13824),
+    "gpt-oss-20b": Shape("gpt_oss", 24, 2880, 8640),
+}
+"""Targets that have a preset by name."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options of a first training."""
+
+    family: str
+    block_size: int
+    num_layers: int
+    taps: tuple[int, ...]
+    intermediate_size: int
+    learning_rate: float
+    optimizer: str = "adamw"
+    note: str = ""
+
+
+def learning_rate_for(width: int) -> float:
+    """Peak learning rate for a drafter of this hidden size, to two digits."""
+    return float(f"{PAPER_RATE * (PAPER_WIDTH / width) ** RATE_EXPONENT:.1e}")
+
+
+def muon_factor(width: int) -> float:
+    """Muon's rate by AdamW's: 5 at a width of 64 and 1.4 at 256, which were tried, and never below 1."""
+    return max(1.0, 5.0 * float((64 / width) ** 0.9))
+
+
+def family_of(model_type: str) -> Family:
+    return next((family for family in FAMILIES if model_type in family.model_types), _OTHER)
+
+
+def preset_of(shape: Shape) -> Preset:
+    """The preset of a target of this shape: a sixth of its layers, at most the family's number."""
+    family, depth, width = family_of(shape.model_type), shape.num_layers, shape.width
+    is_small, is_narrow = width < SMALL, width <= NARROW
+    return Preset(
+        family=family.name,
+        block_size=min(family.block_size, SMALL_BLOCK) if is_small else family.block_size,
+        num_layers=min(family.layers, max(1, depth // 6), SMALL_LAYERS if is_small else family.layers),
+        taps=spread_taps(min(5, max(1, depth - 3)), depth),
+        intermediate_size=shape.intermediate_size,
+        learning_rate=float(f"{learning_rate_for(width) * (muon_factor(width) if is_narrow else 1):.1e}"),
+        optimizer="muon" if is_narrow else "adamw",
+        note=family.note,
+    )
+
+
+def preset_for(config: Any) -> Preset:
+    """The preset of a transformers config."""
+    return preset_of(Shape.of(config))
+
+
+def preset_named(name: str) -> Preset:
+    """The preset of a target by name; an error that names the nearest for an unknown one."""
+    if name not in TARGETS:
+        raise unknown_key("preset", name, TARGETS)
+    return preset_of(TARGETS[name])
+
+
+def read_config(target: str) -> Any:
+    """The config of a target's folder, hub name or GGUF file; reads nothing else. Raises for one that no drafter serves."""
+    from volley.models.targets.loading import load_config
+
+    try:
+        return load_config(target, causal=True)
+    except VolleyError:
+        raise
+    except Exception as error:  # transformers raises many kinds for a damaged folder or an unknown name
+        raise CheckpointError(
+            f"{target}: the target's config cannot be read ({error}); give a hub name, a folder with config.json or a GGUF file"
+        ) from error
+
+
+def read_preset(target: str) -> Preset:
+    """The preset of a target's folder, hub name or GGUF file."""
+    return preset_for(read_config(target))
+
+
+def with_preset(config: TrainConfig, target: Any, device: torch.device) -> TrainConfig:
+    """``config`` with the values of a preset for what it leaves out; ``target`` is a transformers config.
+
+    A drafter that is trained on keeps its shape where it must, and begins at the paper's learning rate.
+    """
+    preset = preset_for(target) if config.preset is None else preset_named(config.preset)
+    width = target.get_text_config().hidden_size
+    is_new = config.init in (None, RANDOM)
+    optimizer = config.optimizer or (preset.optimizer if is_new and not config.fsdp else "adamw")
+    rate = learning_rate_for(width) * (muon_factor(width) if optimizer == "muon" else 1)
+    values: dict[str, Any] = {
+        "optimizer": optimizer,
+        "learning_rate": float(f"{rate:.1e}") if is_new else PAPER_RATE,
+        "loss_decay": "decay" if config.reveal else "pace",
+        "tokens_per_batch": GPU_BATCH if device.type == "cuda" else CPU_BATCH,
+        "max_length": LONGEST if config.tokens_per_batch is None else None,
+    }
+    if config.lora_rank is None and not config.keep_shape:
+        values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size")}
+        values["taps"] = None if config.no_features else preset.taps
+    return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})
