@@ -82,8 +82,8 @@ class ModelOptions:
     is bf16, but codes for a GGUF file of codes."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
-    draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
-    """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
+    draft_weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """How those of drafting are kept, the head among them: int8 and int4 are for a CPU. They change how much is
     accepted, never what comes out. auto is the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
     """Most CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""

@@ -177,8 +177,8 @@ class Engine:
 
         ``target`` and ``drafter`` are folders, GGUF files, hub names, names of what is bundled or loaded models.
         ``device`` auto is the GPU if there is one.
-        ``weights`` of the target and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a CPU, a drafter's fp8
-        on a GPU; drafts then come from the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes; a drafter
+        ``weights`` of the target and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a CPU; drafts
+        then come from the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes; a drafter
         gets the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products.
         ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
         """

@@ -33,9 +33,7 @@ from volley.native.library import pointer as pointer
 
 TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
-DraftWeights = Literal[Weights, "fp8"]
-"""``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
-WantedDraftWeights = Literal["auto", DraftWeights]
+WantedDraftWeights = Literal["auto", Weights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
 _ACTIVATIONS = ("silu", "gelu", "clamped")  # as the kernels number them
 

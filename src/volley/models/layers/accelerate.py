@@ -26,7 +26,6 @@ from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotar
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
-    Float8Product,
     Product,
     codes_of,
     has_bf16_products,
@@ -174,13 +173,8 @@ def _is_plain(layer: object) -> bool:
 def weight_bytes(model: nn.Module) -> int:
     """Memory of a model's weights, of those included that replaced layers hold.
 
-    A drafter's may be there twice; beside codes in fp8, which are counted, its own are not, as they lie in the CPU's memory.
+    A drafter's may be there twice.
     """
-    coded: list[Float8Product] = getattr(model, "float8", [])
-    if coded:
-        device = model.get_parameter("norm.weight").device
-        held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
-        return held + sum(product.nbytes for product in coded)
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     return held + sum(product.nbytes for product in _products(model))
 
