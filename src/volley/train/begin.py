@@ -7,7 +7,7 @@ layers' norms, only the block's own states do: what is read of the context then 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +50,11 @@ class Attention:
         output = module.o_proj.weight.detach().float()
         if output.shape[1] != heads * head_dim:
             return None
-        norms = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
-        norms = [torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in norms]
+        found = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in found)
         before = norm_scale(getattr(layer, "input_layernorm", None), len(output))
         before = torch.ones(len(output)) if before is None else before
         queries, keys, values = projections
-        query_norm, key_norm = norms
         return cls(queries, keys, values, output.unflatten(1, (heads, head_dim)), query_norm, key_norm, before)
 
     def copy_to(self, own: DraftAttention) -> None:
@@ -80,7 +79,7 @@ def _projections(module: nn.Module, head_dim: int, heads: int) -> list[Tensor] |
     """Queries, keys and values ``[heads, d, H]``; a gate beside the queries is left out."""
     if isinstance(together := getattr(module, "qkv_proj", None), nn.Linear):
         kv = (together.out_features - heads * head_dim) // 2
-        parts = list(torch.split(together.weight.detach().float(), [heads * head_dim, kv, kv]))
+        parts: list[Any] = list(torch.split(together.weight.detach().float(), [heads * head_dim, kv, kv]))
     elif all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in "qkvo"):
         parts = [getattr(module, f"{name}_proj").weight.detach().float() for name in "qkv"]
     else:
@@ -151,7 +150,7 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
     head_dim = getattr(text, "head_dim", None) or width // heads
     attentions = [own for layer in layers if (own := Attention.of(layer, head_dim, heads)) is not None]
     mlps = [mlp for layer in layers if (mlp := MLP.of(layer)) is not None]
-    drafted = cast(list[Any], list(drafter.layers))
+    drafted: list[Any] = list(drafter.layers)
     for layer, attention in zip(drafted, _last(attentions, count), strict=bool(attentions)):
         layer.input_layernorm.weight.copy_(attention.norm)
         attention.copy_to(layer.self_attn)
