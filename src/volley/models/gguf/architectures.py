@@ -499,6 +499,7 @@ ARCHITECTURES = {
         {**_EXPERTS, **_SHARED_EXPERT},
         changes={**_GATE_UP, **_SHARED_GATE},
     ),
+    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", changes=_ONE_ADDED),
     "gemma2": Architecture(
         "Gemma2Config",
         "Gemma2ForCausalLM",
