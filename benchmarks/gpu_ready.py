@@ -37,11 +37,11 @@ from volley.config import CapacityConfig
 from volley.engine.capacity import fit
 from volley.engine.runner import Runner
 from volley.files import write_atomically
-from volley.memory.attention import AttentionOptions
 from volley.memory.device import Device
 from volley.memory.graphs import MOST_ROWS
 from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fused import recognise
 from volley.models.layers.joined import JoinedLayer
 from volley.models.targets.target import Target
 from volley.policies.cost import PassCost
@@ -146,10 +146,12 @@ def models(
 
 
 def on_device(model: Any, drafter: Drafter) -> tuple[Target, Drafter]:
-    """Both as they are loaded on a GPU. Kernels compute nothing here, so layers are joined without trying them."""
+    """Both as they are loaded on a GPU. Kernels compute nothing here, so what a layer is was found on the CPU."""
+    seen = recognise(model.model.layers[0], model.model.rotary_emb)
+    assert seen is not None
     model, drafter = move(copy.deepcopy(model)), move(copy.deepcopy(drafter))
     for layer in model.model.layers:
-        layer.forward = JoinedLayer(layer, AttentionOptions(TINY["head_dim"] ** -0.5))
+        layer.forward = JoinedLayer(layer, seen)
     target = Target(model)
     drafter.fuse()
     return target, drafter
