@@ -111,29 +111,6 @@ def norm_and_turn(
     )
 
 
-def add_norm(before: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``before + weight · x / rms(x)``, of contiguous ``[T, H]`` in fp32."""
-    out = torch.empty_like(before)
-    functions().add_norm_floats(before.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
-    return out
-
-
-def norm_and_turn_floats(
-    x: Tensor, norms: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
-) -> Tensor:
-    """The same in fp32, and values normed without a weight: ``[T, heads + 2 · shared, d]``.
-
-    ``x`` is contiguous, ``[T, heads + shared, d]`` where values are what the keys were before.
-    """
-    rows, given, dim = x.shape
-    out = x.new_empty(rows, heads + 2 * shared, dim)
-    functions().norm_and_turn_floats(
-        *(own.data_ptr() for own in (x, *norms, cos.contiguous(), sin.contiguous(), out)),
-        *(rows, heads, shared, given > heads + shared, dim, eps),
-    )
-    return out
-
-
 def gated_gelu(x: Tensor) -> Tensor:
     """``gelu(gate) · up [T, I]`` of both side by side, contiguous ``x [T, 2 · I]`` in fp32; GELU by its tanh."""
     out = x.new_empty(len(x), x.shape[1] // 2)
