@@ -183,6 +183,5 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
         "max_length": LONGEST if config.tokens_per_batch is None else None,
     }
     if config.lora_rank is None and not config.keep_shape:
-        values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size")}
-        values["taps"] = None if config.no_features else preset.taps
+        values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size", "taps")}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})
