@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+from tests.models.gguf import files
 from volley import Engine, SamplingParams
 
-HEAVY = ("torch._dynamo", "sympy", "torch.distributed.tensor", "gguf")
+COMPILER = ("torch._dynamo", "sympy", "torch.distributed.tensor")
+HEAVY = (*COMPILER, "gguf")
 
 
 def run(script: str, *, path: Path | None = None) -> list[str]:
@@ -30,6 +32,20 @@ def test_the_command_line_decodes_without_the_compiler() -> None:
     """)
     [usual] = Engine.from_pretrained(dtype="float32").generate(["How do I use `tar`?"], SamplingParams(max_tokens=12))
     assert (imported, tokens) == ("[]", str(list(usual.token_ids)))
+
+
+def test_a_gguf_file_of_codes_is_loaded_without_the_compiler(tmp_path: Path) -> None:
+    """Weights that are never read stay on the meta device, where some operations import it."""
+    path = files.write_model(
+        tmp_path / "m.gguf", files.random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
+    )
+    assert run(f"""
+        import sys
+        from volley.cli import ModelOptions, load_engine
+        engine = load_engine(ModelOptions(target={str(path)!r}, device="cpu"))
+        print(next(engine.generate("How do I")).stats.output_tokens > 0)
+        print([name for name in {COMPILER} if name in sys.modules])
+    """) == ["True", "[]"]
 
 
 def test_the_garbage_collector_waits_for_the_first_imports_alone() -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from volley.files import replaced
 from volley.tensors import load_tensors, save_tensors
 
-LIMIT_BYTES = 60_000_000
+LIMIT_BYTES = 85_000_000
 SHORT = ("down_proj.weight", "gate_proj.weight")
 
 SOURCES = """\

@@ -72,7 +72,7 @@ class ModelOptions:
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
     """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; the bundled target comes with its own, and with
-    reference-dflash and reference-markov."""
+    reference-dflash and reference-markov. smollm2-135m is SmolLM2-135M-Instruct's."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
     device: str = "auto"

@@ -14,8 +14,10 @@ from volley.errors import CheckpointError, ConfigError, WriteError
 
 REFERENCE = Path(__file__).parent / "reference"
 """What is bundled: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another, and
-``diffusion``, the target that was also taught to fill masks."""
-BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")}
+``diffusion``, the target that was also taught to fill masks; ``smollm2-135m``, a drafter of a published model."""
+BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")} | {
+    "smollm2-135m": REFERENCE / "smollm2-135m"
+}
 """Names that stand for folders where a drafter's folder is asked for."""
 BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
 """The same for targets."""

@@ -85,7 +85,7 @@ def no_sentencepiece(self):
     raise FileNotFoundError  # asked first, and its package is not needed for anything else
 base.TextModel._create_vocab_sentencepiece = no_sentencepiece
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # it knows published tokenizers only
-for model in (gemma.Gemma2Model, phi.Phi3MiniModel):
+for model in (gemma.GemmaModel, gemma.Gemma2Model, phi.Phi3MiniModel):
     model.set_vocab = base.TextModel._set_vocab_gpt2
 for arguments in {calls!r}:
     sys.argv[:] = arguments

@@ -359,6 +359,20 @@ def test_codes_give_the_same_on_all_instructions(kind: str) -> None:
             assert torch.equal(product(x), expected), level
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", STORED)
+def test_the_largest_sums_do_not_overflow(kind: str, level: int) -> None:
+    """All codes are the largest or the smallest, and all inputs of a row are alike."""
+    of = FORMATS[kind]
+    least, most = -of.zero if not of.table else 0, 2**of.bits - 1 - (of.zero if not of.table else 0)
+    codes = made_up(kind, 32, LARGE)
+    codes.codes[:16], codes.codes[16:] = least, most
+    x = torch.tensor([[1.0], [-1.0], [127.0]]).expand(3, LARGE).bfloat16()
+    with kernels_of(level):
+        found = product_of_codes(codes)(x)
+    check_outputs(found, *exact_outputs(x, codes), None)
+
+
 def test_faults_are_found() -> None:
     """A changed input, an input more, a sum whose order depends on the number of rows."""
     torch.manual_seed(0)
@@ -505,11 +519,11 @@ def test_errors_of_codes_are_bounded(outputs: int, groups: int, scale: float, se
     assert bool((error.square().sum(-1) <= plain.square().sum(-1) * 1.0001).all()), "one of the scales is this one"
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
+@FORMATS_OF_ALL
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_with_what_is_no_number_gives_none(kind: Weights, value: float) -> None:
+def test_a_row_with_what_is_no_number_gives_none(kind: str, value: float) -> None:
     torch.manual_seed(0)
-    product, x = Product(randn(32, 2 * GROUP), None, kind), randn(3, 2 * GROUP)
+    product, x = product_of(kind, 32, LARGE), randn(3, LARGE)
     expected = product(x)
     x[1, 5] = value
     found = product(x)

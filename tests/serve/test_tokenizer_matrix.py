@@ -49,7 +49,7 @@ ROWS = pairwise(DIMENSIONS)
 SCHEMA: Any = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 40},
+        "city": {"type": "string"},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
     },
     "required": ["city", "days"],

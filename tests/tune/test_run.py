@@ -137,7 +137,7 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert read_checkpoint(out / "exports" / "gguf" / "drafter.gguf").config.block_size == chosen
     assert (
         read_checkpoint(out).config.target_fingerprint
-        == read_checkpoint(out / "exports/sglang").config.target_fingerprint
+        == read_checkpoint(out / "exports/speculators").config.target_fingerprint
     )
 
     engine = Engine.from_pretrained(config.target, drafter=out, dtype=torch.float32, policy="fixed")

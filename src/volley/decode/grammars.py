@@ -150,7 +150,7 @@ class _Vocabulary:
         tokens: list[int] = self._known.tokenize_str(text)
         if self._text(tokens) == text.encode():
             return tokens
-        told = []  # a normalizer may put a space behind each added token
+        told: list[int] = []  # a normalizer may put a space behind each added token
         for part in filter(None, self._added.split(text)):
             tokens = self._known.tokenize_str(part)
             told += tokens if self._text(tokens) == part.encode() else self._known.greedy_tokenize(part)

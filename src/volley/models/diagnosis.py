@@ -108,7 +108,7 @@ def holds_target(path: str | Path) -> bool:
 
 
 def _is_gguf_target(path: Path) -> bool:
-    """Whether the file is no drafter's; one that cannot be opened counts as a drafter's, of which it is said what is wrong."""
+    """Return whether the file is no drafter's. A file that cannot be opened counts as one, whose diagnosis says why."""
     try:
         return GGUFFile(path).architecture not in _DRAFTERS
     except VolleyError:

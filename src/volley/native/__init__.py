@@ -214,17 +214,17 @@ class Product:
 
     @property
     def struct(self) -> ProductStruct:
-        """The first part's, which leads to the others."""
+        """Struct of the first part, which points to the next."""
         return self.structs[-1]
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Those of its weights, from the first outputs on."""
+        """Formats of its weights, from the first outputs on."""
         return tuple(part.format for part in self._parts)
 
     @property
     def kind(self) -> Weights:
-        """The kind of weights that most of them are."""
+        """Kind that most of its weights are."""
         return max(self._parts, key=lambda part: part.outputs).format.weights
 
     @property

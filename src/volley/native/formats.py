@@ -34,19 +34,19 @@ class Format:
 
     @property
     def weights(self) -> Weights:
-        """The kind of weights that they are among."""
+        """Kind of weights that the format is one of."""
         if self.name == "bf16":
             return "bf16"
         return "int8" if self.bits > 4 else "int4"
 
     @property
     def by_output(self) -> bool:
-        """There is one scale for all inputs."""
+        """One scale serves all inputs of an output."""
         return self.name == "int8"
 
     @property
     def inputs(self) -> int:
-        """Inputs of a layer are a multiple of it."""
+        """Number of which a layer's inputs must be a multiple."""
         return LARGE if self.has_factors else max(self.group, PACK)
 
     @property
@@ -56,7 +56,7 @@ class Format:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of these scales, for 16 outputs."""
+        """Bytes of the scales that lie together, for 16 outputs."""
         factors = LARGE // self.group if self.has_factors else 0
         return (self.scale.itemsize + factors) * (1 + self.has_least) * BLOCK
 
@@ -85,7 +85,7 @@ FORMATS = {own.name: own for own in _ALL}
 """By name, in the order of the numbers that the library gives them."""
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 STORED = {name: own for name, own in FORMATS.items() if name not in WEIGHTS}
-"""Those that GGUF files have."""
+"""Formats that GGUF files have."""
 
 
 class Codes(NamedTuple):
@@ -96,12 +96,12 @@ class Codes(NamedTuple):
     scales: Tensor
     """``[out]`` for int8, else ``[out, in / group]``, or ``[out, in / 256]`` beside factors."""
     least: Tensor | None = None
-    """Of the shape of ``scales``."""
+    """Least values of groups, of the shape of ``scales``."""
     factors: Tensor | None = None
     """Whole numbers ``[out, in / group, 1 or 2]`` (int8): of scales, and of least values."""
 
     def rows(self, rows: slice) -> "Codes":
-        """Those of some outputs."""
+        """Codes of some outputs."""
         return Codes(self.format, *(None if part is None else part[rows] for part in self[1:]))  # type: ignore[arg-type]
 
     def dense(self) -> Tensor:
@@ -195,7 +195,7 @@ def unpacked(lines: Tensor, of: Format) -> Tensor:
 
 
 def _halves(bits: int) -> list[tuple[int, int]]:
-    """How many bits of a code lie together, and the first of them: all, or the lowest four or two and those above."""
+    """Split a code: how many bits lie together and the first of them, the lowest four or two and then those above."""
     low = 8 if bits == 8 else 4 if bits >= 4 else 2
     return [(low, 0)] + [(bits - low, low)] * (bits > low)
 

@@ -113,7 +113,10 @@ class _Rules:
         if (pattern := schema.get("pattern")) is not None:
             body += f" & /{_anywhere(pattern)}/"
         mark = _quoted(end.strip())
-        before = r"(?:|(?s:.*)\n)" if end.startswith("\n") else "(?s:.*)"  # such an end stands on a line of its own
+        is_bounded = low or high != "" or pattern is not None  # which leaves a lexer no room for more
+        before = (
+            r"(?:|(?s:.*)\n)" if end.startswith("\n") and not is_bounded else "(?s:.*)"
+        )  # such an end has a line of its own
         body = f"({body} & ~/{before}{mark}(?s:.*)/)"
         ways = [self.add(f"{body} {json.dumps(end)}", is_terminal=True)]
         if (literal := self.literal(end)) != json.dumps(end):  # a special token, which no terminal can have

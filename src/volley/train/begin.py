@@ -7,7 +7,7 @@ layers' norms, only the block's own states do: what is read of the context then 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +50,12 @@ class Attention:
         output = module.o_proj.weight.detach().float()
         if output.shape[1] != heads * head_dim:
             return None
-        norms = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
-        norms = [torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in norms]
+        found = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in found)
         before = norm_scale(getattr(layer, "input_layernorm", None), len(output))
         before = torch.ones(len(output)) if before is None else before
-        return cls(*projections, output.unflatten(1, (heads, head_dim)), *norms, before)
+        queries, keys, values = projections
+        return cls(queries, keys, values, output.unflatten(1, (heads, head_dim)), query_norm, key_norm, before)
 
     def copy_to(self, own: DraftAttention) -> None:
         """Give ``own`` these matrices; of more or fewer heads those of the same place, none of another size."""
@@ -78,7 +79,7 @@ def _projections(module: nn.Module, head_dim: int, heads: int) -> list[Tensor] |
     """Queries, keys and values ``[heads, d, H]``; a gate beside the queries is left out."""
     if isinstance(together := getattr(module, "qkv_proj", None), nn.Linear):
         kv = (together.out_features - heads * head_dim) // 2
-        parts = list(together.weight.detach().float().split([heads * head_dim, kv, kv]))
+        parts: list[Any] = list(torch.split(together.weight.detach().float(), [heads * head_dim, kv, kv]))
     elif all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in "qkvo"):
         parts = [getattr(module, f"{name}_proj").weight.detach().float() for name in "qkv"]
     else:
@@ -148,18 +149,19 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or width // heads
     attentions = [own for layer in layers if (own := Attention.of(layer, head_dim, heads)) is not None]
-    mlps = [own for layer in layers if (own := MLP.of(layer)) is not None]
-    for layer, attention in zip(drafter.layers, _last(attentions, count), strict=bool(attentions)):
+    mlps = [mlp for layer in layers if (mlp := MLP.of(layer)) is not None]
+    drafted: list[Any] = list(drafter.layers)
+    for layer, attention in zip(drafted, _last(attentions, count), strict=bool(attentions)):
         layer.input_layernorm.weight.copy_(attention.norm)
         attention.copy_to(layer.self_attn)
-    for layer, mlp in zip(drafter.layers, _last(mlps, count), strict=bool(mlps)):
+    for layer, mlp in zip(drafted, _last(mlps, count), strict=bool(mlps)):
         layer.post_attention_layernorm.weight.copy_(mlp.norm)
         mlp.copy_to(layer.mlp)
 
 
 def _last(found: Sequence[Part], count: int) -> list[Part]:
     """The last ``count``; of fewer the first as often as it takes."""
-    return [*found[:1] * (count - len(found)), *found[-count:]]
+    return [*list(found[:1]) * (count - len(found)), *found[-count:]]
 
 
 @torch.no_grad()

@@ -60,6 +60,7 @@ LONG: dict[str, Any] = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
 CASES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "gemma": ("gemma", lambda: config(tf.GemmaConfig, head_dim=24)),
     "gemma2": ("gemma2", lambda: config(tf.Gemma2Config, head_dim=24, query_pre_attn_scalar=24, sliding_window=8)),
     "gemma3": (
         "gemma3",
@@ -285,6 +286,7 @@ def _deepseek(own: Any) -> dict[str, Any]:
 
 
 _OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gemma": lambda own: {"attention.key_length": own.head_dim, "attention.value_length": own.head_dim},
     "gemma2": _gemma_2,
     "gemma3": lambda own: {**_gemma(own), "rope.freq_base_swa": 10_000.0},
     "phi3": _phi_3,
@@ -352,7 +354,7 @@ _NAMES = {
 }
 _NORM_BEHIND = {"gemma2", "gemma3", "olmo2", "qwen3next", "qwen35", "qwen35moe", "gpt-oss"}
 """Architectures whose files call it the norm behind attention, wherever it stands."""
-_ONE_ADDED = {"gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+_ONE_ADDED = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
 _INTERLEAVED = {"smollm3", "granite"}
 
 

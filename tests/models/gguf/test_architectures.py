@@ -1,5 +1,6 @@
 """Architectures whose files differ from Llama's: same tokens and logits as transformers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tests.models.gguf.converted import CASES, random_model, write
 from tests.models.gguf.files import VOCAB
 from tests.tiny import greedy
 from volley import Engine, SamplingParams
-from volley.errors import UnsupportedModelError
+from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.architectures import ARCHITECTURES
 from volley.models.gguf.model import load_model, open_model
 from volley.models.targets.target import Target
@@ -108,4 +109,14 @@ def test_a_file_of_before_latent_attention_was_absorbed(tmp_path: Path) -> None:
 def test_what_is_not_read_is_refused(tmp_path: Path, case: str, keys: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "model.gguf", random_model(case), CASES[case][0], keys=keys)
     with pytest.raises(UnsupportedModelError, match=message):
+        load_model(path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor"),
+    [("phi3 for long contexts", "rope_factors_short.weight"), ("qwen2moe", "blk.0.ffn_down_exps.weight")],
+)
+def test_a_tensor_that_the_config_needs_is_missed(tmp_path: Path, case: str, tensor: str) -> None:
+    path = write(tmp_path / "model.gguf", random_model(case), CASES[case][0], further={tensor: None})
+    with pytest.raises(CheckpointError, match=f"has no tensor {re.escape(tensor)}; fetch or convert it again"):
         load_model(path, torch.float32)

@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -195,6 +196,12 @@ def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weigh
     target = Target.from_pretrained(path, weights=weights)
     bits = [of.bits for product in products(target).values() for of in product.formats]
     assert max(bits) <= int(weights.removeprefix("int"))
+
+
+def test_taps_of_convolutions_are_no_matrices(tmp_path: Path) -> None:
+    extra = {"blk.0.shortconv.conv.weight": np.zeros((256, 3), np.float32)}
+    path = write_model(tmp_path / "model.gguf", random_model("llama", **WIDE), "llama", "Q4_0", extra=extra)
+    assert describe(GGUFFile(path), "int4") == "Q4_0 exact in int4, groups of 32"
 
 
 @needs_kernels

@@ -186,21 +186,20 @@ def num_layers(file: GGUFFile) -> int:
     return int(file.require("block_count")) - int(file.get("nextn_predict_layers", 0))
 
 
-def layer_types(file: GGUFFile, every: int) -> list[str]:
-    """Which layers have a window: as the file says, or all but each ``every``-th."""
+def layer_types(file: GGUFFile, every: int, usual_window: int = 0) -> list[str]:
+    """Kinds of attention, layer by layer: a window as the file says, or in all but each ``every``-th."""
     number = num_layers(file)
     said = file.get("attention.sliding_window_pattern", every)
     slides = said if isinstance(said, list) else [said == 0 or (layer + 1) % said != 0 for layer in range(number)]
-    if not file.get("attention.sliding_window", 0):
+    if not file.get("attention.sliding_window", usual_window):
         slides = [False] * number
     return ["sliding_attention" if one else "full_attention" for one in slides[:number]]
 
 
 def _gemma_2(file: GGUFFile) -> Values:
-    layers, window = num_layers(file), file.get("attention.sliding_window", 4096)
     return {
-        "sliding_window": window,
-        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "sliding_window": file.get("attention.sliding_window", 4096),
+        "layer_types": layer_types(file, 2, usual_window=4096),
         "attn_logit_softcapping": _cap(file, "attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _cap(file, "final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _query_scale(file, layers_of_27b=46),
@@ -224,7 +223,7 @@ def _cap(file: GGUFFile, key: str, usual: float) -> float | None:
 
 
 def _query_scale(file: GGUFFile, layers_of_27b: int) -> int:
-    """The size of a head, but in the models of 27 B, which no key tells apart, that of an even share of the width."""
+    """Return a head's size, or an even share of the width in models of 27 B, which only their depth tells apart."""
     heads = file.number("attention.head_count")
     even = int(file.require("embedding_length")) // heads
     return even if file.require("block_count") == layers_of_27b else int(file.get("attention.key_length", even))
@@ -232,7 +231,7 @@ def _query_scale(file: GGUFFile, layers_of_27b: int) -> int:
 
 def _phi_3(file: GGUFFile) -> Values:
     values = {**rope(file), "partial_rotary_factor": _rotary_part(file)}
-    context = file.get("rope.scaling.original_context_length")
+    context = file.get("rope.scaling.original_context_length") or file.require("context_length")
     if LONG_FACTORS in file.names:
         values |= {
             "rope_type": "longrope",
@@ -244,7 +243,7 @@ def _phi_3(file: GGUFFile) -> Values:
         }
     return {
         "rope_parameters": values,
-        "original_max_position_embeddings": context or file.require("context_length"),
+        "original_max_position_embeddings": context,
         "sliding_window": file.get("attention.sliding_window", 0) or None,
     }
 
@@ -286,14 +285,12 @@ def _qwen_2_moe(file: GGUFFile) -> Values:
 
 
 def _gpt_oss(file: GGUFFile) -> Values:
-    """Windows are in every other layer."""
-    layers = num_layers(file)
     return {
         "num_local_experts": file.require("expert_count"),
         "num_experts_per_tok": file.require("expert_used_count"),
         "intermediate_size": file.require("expert_feed_forward_length"),
         "sliding_window": file.require("attention.sliding_window"),
-        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "layer_types": layer_types(file, 2),
         "rope_parameters": {**rope(file), "truncate": False},
     }
 
@@ -309,7 +306,8 @@ def _transposed(parts: Sequence[Tensor], _config: Any) -> Tensor:
 
 
 def _lfm_2(file: GGUFFile) -> Values:
-    heads = file.require("attention.head_count_kv")
+    said = file.require("attention.head_count_kv")
+    heads = said if isinstance(said, list) else [said] * num_layers(file)
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if number else "conv" for number in heads],
@@ -501,6 +499,7 @@ ARCHITECTURES = {
         {**_EXPERTS, **_SHARED_EXPERT},
         changes={**_GATE_UP, **_SHARED_GATE},
     ),
+    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", changes=_ONE_ADDED),
     "gemma2": Architecture(
         "Gemma2Config",
         "Gemma2ForCausalLM",

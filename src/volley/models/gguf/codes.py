@@ -11,10 +11,10 @@ from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Codes, Weights, blocks
 from volley.native.codes import quantise_finely
-from volley.native.formats import FORMATS, STORED, Format
+from volley.native.formats import FORMATS, PACK, STORED, Format
 
 _ROUNDED = FORMATS["Q8_0"]
-"""What weights of other types become in a file of codes."""
+"""Format of all other weights in a file of codes."""
 _ROUTER = ".ffn_gate_inp."  # of experts, which are no matrices and stay bf16 as it does
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
@@ -48,7 +48,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
     found = {
         name: of_type(file.type(name))
         for name in file
-        if len(file.shape(name)) == 2 and name not in unread and _ROUTER not in name
+        if _is_matrix(file.shape(name)) and name not in unread and _ROUTER not in name
     }
     for name in list(found):
         for parts in _JOINED:
@@ -59,8 +59,13 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
     return found
 
 
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor can be codes; a convolution's few taps stay numbers."""
+    return len(shape) == 2 and shape[1] % PACK == 0
+
+
 def describe(file: GGUFFile, weights: Weights) -> str:
-    """What becomes of a file's weights: ``Q4_1 exact in int4 with minima, groups of 32; F16 rounded to int8, groups of 32``."""
+    """What becomes of a file's weights: ``Q4_1 exact in int4 with minima, groups of 32``."""
     said: dict[str, list[str]] = {}
     for stored, kinds in sorted(_kinds(file, weights).items()):
         for of in sorted(kinds, key=str):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.header import MAGIC, READ_TYPES, Header, gguf_package, read_header, read_strings
+from volley.models.gguf.header import MAGIC, READ_TYPES, Header, TensorPlace, gguf_package, read_header, read_strings
 from volley.native import blocks
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -39,7 +39,7 @@ Rows = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether ``path`` names a GGUF file: by its ending, or by its first bytes."""
+    """Return whether ``path`` names a GGUF file: by its ending, or by its first bytes."""
     path = Path(path)
     if path.suffix == ".gguf":
         return True
@@ -166,11 +166,11 @@ class GGUFFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, PyTorch's way."""
-        return self._tensors[name].shape
+        return self._tensor(name).shape
 
     def type(self, name: str) -> str:
         """GGUF's name of a tensor's type, such as ``Q8_0``."""
-        return str(self._tensors[name].type.name)
+        return str(self._tensor(name).type.name)
 
     def quantised_types(self) -> list[str]:
         """The types of tensors that are not plain numbers."""
@@ -227,8 +227,13 @@ class GGUFFile:
         data = self._data(name, None)
         return int(data.ctypes.data), data.nbytes
 
+    def _tensor(self, name: str) -> TensorPlace:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name}; fetch or convert it again")
+        return self._tensors[name]
+
     def _data(self, name: str, rows: Rows | None) -> NDArray[Any]:
-        one = self._tensors[name]
+        one = self._tensor(name)
         mapped = self._mapped[self._part_of[name]][one.offset : one.offset + one.nbytes]
         data = np.asarray(mapped).view(one.dtype).reshape(one.stored_shape)
         return data if rows is None else rows(data)

@@ -1,4 +1,4 @@
-"""What stands before the tensors of a GGUF file (versions 2 and 3).
+"""Read what stands before the tensors of a GGUF file (versions 2 and 3).
 
 The package ``gguf`` has a reader too, which makes arrays of every string: with 150,000 tokens it takes twelve seconds. It is the
 reference in the tests.
@@ -32,7 +32,7 @@ _DAMAGE = (struct.error, ValueError, OverflowError)  # what reading behind the e
 
 
 class Strings(NamedTuple):
-    """Where the strings of an array begin; there may be hundreds of thousands, which few ask for."""
+    """Place of an array of strings; there may be hundreds of thousands, which few ask for."""
 
     begin: int
     number: int
@@ -56,7 +56,7 @@ class TensorPlace(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself, and where its tensors lie."""
+    """Metadata of a file, and the places of its tensors."""
 
     metadata: Mapping[str, Any]
     """Without arrays of strings."""

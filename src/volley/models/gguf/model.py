@@ -159,7 +159,7 @@ def load_model(path: str | Path, dtype: torch.dtype, attention: str | None = Non
 
 
 def _decoding(file: GGUFFile, dtype: torch.dtype) -> str:
-    """What decoding does to the matrices of a file: ``weights of type Q6_K are decoded to bfloat16``."""
+    """Say what decoding does to the matrices of a file: ``weights of type Q6_K are decoded to bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     rounded = [kind for kind in file.plain_types() if kind not in _HELD.get(dtype, ())]
     parts = [f"{', '.join(file.quantised_types())} are decoded to {name}"] * bool(file.quantised_types())

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a target: transformers' config, and which of its weights each tensor is.
+"""Read what a GGUF file says of a target: transformers' config, and which of its weights each tensor is.
 
 transformers reads GGUF files too, but guesses what its config classes do not find (the head size of Qwen3, Llama 3's scaled
 rotary frequencies). Here every number comes from the file, every key that describes the model must be read, and every tensor must
@@ -186,7 +186,7 @@ def row_order(architecture: str, name: str, config: Any) -> Rows | None:
 
 
 def change_of(architecture: str, name: str) -> Change | None:
-    """What makes transformers' weight ``name`` of the tensors that it is stored in; ``None`` if it is one of them."""
+    """Return the function that makes a weight of the tensors that it is stored in; ``None`` if it is one of them."""
     return _of(ARCHITECTURES[architecture].changes, name)
 
 

@@ -143,7 +143,7 @@ def _add_spelled(backend: Tokenizer, tokens: Tokens, *, strips_right: bool) -> N
 
 
 def _is_phi_3(file: GGUFFile) -> bool:
-    """Whether spaces behind special tokens belong to them, which llama.cpp too reads from the model's name."""
+    """Return whether spaces behind special tokens belong to them. llama.cpp too reads this from the model's name."""
     name = str(file.metadata.get("general.name", "")).lower()
     return "phi-3" in name or "phi3" in name
 

@@ -228,7 +228,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
 def release_weight(layer: nn.Module, files: MappedFiles, name: str = "weight") -> None:
     """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
     weight = layer.get_parameter(name)
-    released = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    released = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
     released.sample = sample(weight)  # type: ignore[attr-defined]
     files.forget(weight)
     setattr(layer, name, released)

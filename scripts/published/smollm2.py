@@ -1,0 +1,193 @@
+"""Make the bundled drafter of SmolLM2-135M-Instruct: smollm2.py WORK --gguf FILE --responses FILE.jsonl [--minutes 85].
+
+FILE is the model's GGUF file (Q4_1), and FILE.jsonl what `volley collect` took from the model. Each step finds what an earlier
+run left in WORK: the target as a folder, the parted responses, the training's features and checkpoint, the figures.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from volley import Engine, SamplingParams
+from volley.bench.run import without_drafter
+from volley.files import write_atomically
+from volley.train.data import asked, read_rows
+from volley.train.loop import train
+from volley.train.options import TrainConfig
+
+NAME = "smollm2-135m"
+HELD_OUT = 160
+"""Prompts that are never learnt from."""
+SHORT_PROMPT, LONG_ANSWER = 70, 40
+"""Longest prompt and shortest answer, in tokens, of what is learnt from: most of what the target must read is then answers."""
+RECIPE: dict[str, Any] = {
+    "preset": NAME,
+    "head": "markov",
+    "head_rank": 128,
+    "draft_vocab_size": 0,
+    "tokens_per_batch": 1024,
+    "anchors_per_sequence": 20,
+    "features": "cache",
+    "log_steps": 200,
+}
+TEMPERATURES = (0.0, 1.0)
+TAU_PROMPTS, SPEED_PROMPTS, TOKENS = 64, 8, 64
+
+CARD = """\
+# SmolLM2-135M-Instruct's drafter
+
+A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers,
+block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
+
+It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
+(T = 0 and 0.7, up to 224 tokens; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
+
+| held-out prompts | τ of chains of {block}, drafts alone | plain decoding | prompt lookup alone | with the drafter |
+|---|---|---|---|---|
+{rows}
+
+τ is over {tau_prompts} prompts of all kinds below, speeds (tokens/s, and × plain decoding) over {speed_prompts} of them, one at a
+time, {tokens_each} tokens each, in turns: {machine}.
+
+## Data and licences
+
+Target: SmolLM2-135M-Instruct (HuggingFaceTB), Apache-2.0. Prompts were made of these texts; the target's answers are learnt.
+
+| text | source | licence |
+|---|---|---|
+| grade-school math word problems (training split) | openai/grade-school-math | MIT |
+| basic Python problems (rows outside the evaluation split) | google-research MBPP | CC-BY-4.0 |
+| Python functions with docstrings | sympy/sympy, networkx/networkx | BSD-3-Clause |
+| command help pages | tldr-pages/tldr | CC-BY-4.0 |
+| Python Enhancement Proposals | python/peps | public domain, CC0-1.0 |
+| The Rust Programming Language | rust-lang/book | MIT, Apache-2.0 |
+
+Attribution as CC-BY-4.0 asks: the command help is by the tldr-pages contributors, MBPP is by Austin et al. (Google Research,
+2021).
+Weights: Apache-2.0.
+"""
+
+
+def write_target(gguf: Path, out: Path) -> None:
+    """The GGUF file as a folder in bf16."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    named = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, **named, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
+    model.save_pretrained(out)
+
+
+def part(responses: Path, work: Path) -> None:
+    """Write ``train.jsonl`` and ``held-out.jsonl``: all answers to a prompt lie on one side."""
+    rows = read_rows([responses])
+    prompts = sorted({asked(row) for row in rows})
+    held = set(random.Random(7).sample(prompts, HELD_OUT))
+    short = [
+        row
+        for row in rows
+        if len(row["prompt_token_ids"]) <= SHORT_PROMPT and len(row["response_token_ids"]) >= LONG_ANSWER
+    ]
+    sides = {
+        "train": [row for row in short if asked(row) not in held],
+        "held-out": [row for row in rows if asked(row) in held],
+    }
+    for name, chosen in sides.items():
+        write_atomically(work / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen))
+
+
+def measure(target: str, drafter: Path, held_out: Path) -> dict[str, Any]:
+    """τ of chains alone, and tokens a second of one request with the drafter, with prompt lookup alone, and plainly."""
+    prompts = [row["prompt_token_ids"] for row in read_rows([held_out])][:TAU_PROMPTS]
+    pair = Engine.from_pretrained(target, drafter=drafter)
+    chains = Engine(pair.target, pair.drafter, policy="fixed")
+    engines = {"plain": without_drafter(pair), "lookup": Engine(pair.target, policy="goodput"), "drafter": pair}
+    rows = []
+    for temperature in TEMPERATURES:
+        params = SamplingParams(temperature=temperature, max_tokens=TOKENS)
+        lengths = [n for result in chains.generate(prompts, params) for n in result.stats.accepted_lengths]
+        tokens, seconds = dict.fromkeys(engines, 0), dict.fromkeys(engines, 0.0)
+        for number, prompt in enumerate([prompts[0], *prompts[:SPEED_PROMPTS]]):  # the first pays for what happens once
+            for name, engine in engines.items():
+                engine.reset_prefix_cache()
+                (result,) = engine.generate([prompt], params)
+                if number:
+                    tokens[name] += len(result.token_ids) - 1
+                    seconds[name] += result.stats.total_seconds - result.stats.time_to_first_token
+        speeds = {name: tokens[name] / seconds[name] for name in engines}
+        rows.append({"temperature": temperature, "tau": sum(lengths) / len(lengths), "tokens_per_second": speeds})
+    return {"rows": rows, "tau_prompts": len(prompts), "speed_prompts": min(SPEED_PROMPTS, len(prompts))}
+
+
+def bundle(drafter: Path, report: dict[str, Any], out: Path) -> None:
+    """Copy the drafter, and write its card from the record of its making."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        write_atomically(out / name, (drafter / name).read_bytes())
+    config = json.loads((out / "config.json").read_text())
+    rows = []
+    for row in report["rows"]:
+        speeds = row["tokens_per_second"]
+        cells = [f"{speed:.0f} ({speed / speeds['plain']:.2f} ×)" for speed in speeds.values()]
+        rows.append(" | ".join([f"| T = {row['temperature']:g}", f"{row['tau']:.2f}", *cells]) + " |")
+    card = CARD.format(
+        rank=config["head"]["rank"],
+        layers=config["num_hidden_layers"],
+        block=config["block_size"],
+        taps=config["dflash_config"]["target_layer_ids"],
+        megabytes=(out / "model.safetensors").stat().st_size / 1e6,
+        steps=report["steps"],
+        tokens=report["tokens"] / 1e6,
+        made=report["made"],
+        rows="\n".join(rows),
+        tau_prompts=report["tau_prompts"],
+        speed_prompts=report["speed_prompts"],
+        tokens_each=TOKENS,
+        machine=report["machine"],
+    )
+    write_atomically(out / "README.md", card)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--responses", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=85, help="of training")
+    parser.add_argument("--machine", default="", help="what the card says that speeds were measured on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "src/volley/reference" / NAME)
+    given = parser.parse_args()
+    work: Path = given.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "target" / "model.safetensors").exists():
+        write_target(given.gguf, work / "target")
+    if not (work / "held-out.jsonl").exists():
+        part(given.responses, work)
+    run, record = work / "train", work / "report.json"
+    if not record.exists():
+        files = {"target": str(work / "target"), "data": (str(work / "train.jsonl"),), "out": str(run)}
+        held_out = str(work / "held-out.jsonl")
+        drafter = train(TrainConfig(**files, **RECIPE, eval_data=held_out, max_minutes=given.minutes))
+        trained = json.loads((run / "training_report.json").read_text())
+        facts = {
+            "steps": trained["position"]["step"],
+            "tokens": trained["position"]["tokens"],
+            "made": f"in {given.minutes:g} minutes, {time.strftime('%Y-%m-%d')}",
+            "machine": given.machine or f"{torch.get_num_threads()} threads of a CPU",
+        }
+        measured = measure(str(work / "target"), drafter, work / "held-out.jsonl")
+        write_atomically(record, json.dumps(facts | measured, indent=2) + "\n")
+    bundle(run / "drafter", json.loads(record.read_text()), given.out)
+
+
+if __name__ == "__main__":
+    main()
