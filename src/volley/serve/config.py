@@ -1,4 +1,4 @@
-"""How the server is set up, and the keys it accepts."""
+"""Options of the server and the API keys that it accepts."""
 
 import hashlib
 import hmac
@@ -14,7 +14,7 @@ KEY_VARIABLE = "VOLLEY_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The server around an engine. Sizes and times are limits on what one client can cost the others."""
+    """Options of the server. Sizes and times limit what one client can cost the others."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every one of this machine's."""
@@ -82,24 +82,24 @@ class ServeConfig:
 
     @property
     def is_ssl(self) -> bool:
-        """Whether it speaks HTTPS."""
+        """Return whether the server uses HTTPS."""
         return self.tls_cert_file is not None
 
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
 OF_THE_SERVER -= {"adapters", "answer_format", "bare_calls", "chat_template", "generation_config", "max_waiting"}
-"""Options that no single model of several can have."""
+"""Options that belong to the whole server, not to one of several models."""
 
 
 class ApiKeys:
-    """The accepted keys, kept as digests. Checking takes the same time whatever is presented."""
+    """Accepted API keys, stored as digests. A check takes the same time for any input."""
 
     def __init__(self, keys: list[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @classmethod
     def load(cls, file: Path | None) -> "ApiKeys":
-        """Keys of a file (blank lines and lines that begin with # are skipped), or the one in the environment."""
+        """Load the keys of a file (skipping blank lines and lines that begin with #), or the key in the environment."""
         if file is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
             return cls([key] if key else [])
