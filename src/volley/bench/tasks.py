@@ -1,4 +1,4 @@
-"""What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
+"""Definition of a benchmark: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ _PLAINLY = DecodingConfig(block_size=1)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to decode. ``name`` is ``plain``, ``volley`` or a peer."""
+    """Decoding configuration to measure. ``name`` is ``plain``, ``volley`` or a peer."""
 
     name: str
     decoding: DecodingConfig = _PLAINLY
-    """Its policy is a name."""
+    """Decoding settings; the policy is given by name."""
     largest: int = 1
-    """The largest block of a policy."""
+    """Largest block of a policy."""
 
     @property
     def label(self) -> str:
@@ -37,7 +37,7 @@ class Case:
         return f"{size}{steps}" + (f" N={decoding.tree_nodes}" if decoding.tree_nodes else "")
 
     def to_json(self) -> dict[str, Any]:
-        """As in reports: ``tree_nodes`` 0 is a chain, and where a policy decides, ``block_size`` is the most it may take."""
+        """Return the case as reports show it. ``tree_nodes`` 0 is a chain; with a policy, ``block_size`` is the maximum."""
         decoding = self.decoding
         return {
             "name": self.name,
@@ -50,17 +50,17 @@ class Case:
 
 PLAIN = Case("plain")
 SELF = Case("self")
-"""A diffusion language model that drafts canvases and verifies them."""
+"""Case of a diffusion language model that drafts canvases and verifies them itself."""
 
 
 def name_of(draft_model: str) -> str:
-    """What a table calls one of ``draft_models``."""
+    """Return the name in tables of one of ``draft_models``."""
     return Path(draft_model).name
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """A benchmark. Every case sees every prompt at every temperature, ``repeats`` times, taking turns."""
+    """Options of a benchmark. Every case runs on every prompt at every temperature ``repeats`` times, in turns."""
 
     datasets: tuple[str, ...] = ("gsm8k", "humaneval", "mt-bench")
     """Names of datasets, or JSONL files of prompts or turns."""
@@ -146,7 +146,7 @@ class BenchConfig:
             raise ConfigError(f"temperatures are {self.temperatures}; each must be a finite number, 0 or more")
 
     def load(self) -> dict[str, list[Conversation]]:
-        """``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""
+        """Load ``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""
         workload = {}
         for name in self.datasets:
             conversations = load_prompts(name, self.data_dir, self.skip_prompts + self.num_prompts)
@@ -167,9 +167,8 @@ class BenchConfig:
         )
 
     def cases(self, drafter_block_size: int | None, decoding: DecodingConfig | None = None) -> list[Case]:
-        """Plain decoding, then every policy, and every block size with every step count or tree; without a drafter what copies
-        from the text at most. Whatever the cases do not vary is as in ``decoding``.
-        """
+        """Return plain decoding, every policy, and every block size with every step count or tree. Without a drafter only
+        prompt lookup drafts. Other settings are as in ``decoding``."""
         base = replace(decoding or DecodingConfig(), policy=None, block_size=None, denoising_steps=1, tree_nodes=None)
         decided = [Case("volley", replace(base, policy=policy), drafter_block_size or 1) for policy in self.policies]
         if drafter_block_size is None:
