@@ -1,4 +1,4 @@
-"""What a server does with its traffic to keep its drafter tuned."""
+"""Options by which a server tunes its drafter to its traffic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ UPDATES = ("full", "adapter")
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RecalibrateConfig:
-    """Off without a folder."""
+    """Options of recalibration, which is off without a folder."""
 
     recalibrate: Path | None = None
     """Keep the drafter tuned to the traffic: folder for the token ids of what was served, and for what is learnt from them."""

@@ -88,9 +88,7 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": max(
-                    0, self.drafted - self.accepted
-                ),  # drafts are counted when a choice ends
+                "rejected_prediction_tokens": max(0, self.drafted - self.accepted),  # counted at the end
                 "acceptance_length": round(self.cycle_tokens / self.cycles, 4) if self.cycles else 1.0,
                 **details,
             },

@@ -93,9 +93,7 @@ class Service:
         """Maximum tokens of a chat answer without its own limit; ``None``: as many as fit the context."""
         self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
-        engine.encode(
-            "a"
-        )  # a tokenizer initialises its options on first use; it must not do so while the worker decodes
+        engine.encode("a")  # initialises the tokenizer's options before the worker decodes
 
     @property
     def has_drafter_files(self) -> bool:
@@ -204,9 +202,7 @@ class Service:
             parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        grammar = await compile_grammar(
-            self._engine.grammars, body, self._markers
-        )  # raises an error that names its field
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # errors name a field
         params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)

@@ -140,10 +140,7 @@ class Worker:
         self.fatal: BaseException | None = None
         """Exception that ended the worker, if any."""
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._end_of_inbox, self._has_ended = (
-            threading.Lock(),
-            False,
-        )  # nothing is queued after the last entry was taken
+        self._end_of_inbox, self._has_ended = threading.Lock(), False  # nothing is queued after the last get
         self._owner: dict[Request, tuple[Job, int]] = {}
         self._outbox: list[tuple[Job, Event]] = []
         self._handed_in = self._opened = 0  # jobs; the event loop counts the first, the thread the second

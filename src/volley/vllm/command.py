@@ -1,4 +1,5 @@
-"""``volley serve --engine vllm``: checks a pair and starts vLLM's own server with it. ``cli.py`` puts it on the command line."""
+"""Command ``volley serve --engine vllm``: checks a pair and starts vLLM's server with it. ``cli.py`` adds it to the command
+line."""
 
 import os
 import shlex
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMOptions:
-    """What is served, and what is recorded."""
+    """Options for serving with vLLM."""
 
     engine: Literal["vllm"]
     """Whose server to start."""
@@ -73,7 +74,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
 
 
 def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) -> dict[str, Any]:
-    """vLLM's arguments for a target whose features are recorded."""
+    """Return vLLM's arguments for recording a target's features."""
     from volley.models.drafters.tap_layers import choose_taps, parse_taps
     from volley.vllm.recorder import RecordOptions, recorder_args
 
@@ -89,7 +90,7 @@ def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) 
 def _speculation(
     target: str, drafter: str, options: VLLMOptions, drafting: DraftingConfig, args: list[str]
 ) -> dict[str, Any]:
-    """vLLM's arguments for a drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
+    """Return vLLM's arguments for a drafter: its built-in method if that supports all options, else volley's plugin."""
     from volley.models.checkpoints.formats import detect, drafter_folder
     from volley.models.drafters.drafter import Drafter
     from volley.models.drafters.export import TargetShape
@@ -110,7 +111,7 @@ def _speculation(
         )
     if found["speculative_config"]["method"] == "dflash":
         if launch.is_cpu_build() and not options.greedy_only:
-            raise wrong_sampler()  # as the plugin does, when it starts
+            raise wrong_sampler()  # the plugin raises this at its start too
         if detect(read_json(Path(drafter) / "config.json")) == "transformers":
             raise ConfigError(
                 f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab"
@@ -119,7 +120,7 @@ def _speculation(
 
 
 def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -> dict[str, Any] | None:
-    """vLLM's arguments for its own ``dflash``, if that does all that is asked."""
+    """Return vLLM's arguments for its own ``dflash`` if that supports all options, else ``None``."""
     fixed, _, size = (drafting.policy or "fixed").partition(":")
     is_plain = (
         config.head is None and drafting.denoising_steps == 1 and config.window_for(drafting.draft_window) is None
