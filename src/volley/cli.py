@@ -1,4 +1,4 @@
-"""The command line: one subcommand a leaf. Heavy imports happen inside the commands, so ``--help`` is instant."""
+"""Command line: one function per subcommand. Heavy imports happen inside the commands, so ``--help`` is instant."""
 
 import json
 import os
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """``serve --engine vllm`` is a command of its own: most of its options are vLLM's, whose names may be ours too."""
+    """Command group in which ``serve --engine vllm`` is a command of its own: most of its options are vLLM's, and some share
+    our names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
@@ -66,7 +67,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which models to load, and where they run."""
+    """Options for the models and the device that runs them."""
 
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
@@ -93,7 +94,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """A server to measure instead of decoding here."""
+    """Options for measuring a server."""
 
     server: str | None = None
     """Measure this OpenAI-compatible server under load instead of decoding here."""
@@ -110,7 +111,7 @@ class LoadOptions:
 def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
-    """The engine that the options describe. Where nothing imported transformers before, a part of that is left out."""
+    """Return the engine that the options describe. For speed, part of transformers is not imported unless it already was."""
     with quick_imports():
         import torch
 
@@ -140,7 +141,7 @@ def load_engine(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are sampled. What is left out is the model's own choice, or greedy."""
+    """Options for sampling. Omitted ones take the model's own values, or greedy decoding."""
 
     temperature: float | None = None
     """0 is greedy, and the default where the model's generation config says nothing."""
@@ -287,7 +288,7 @@ def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") 
 def _answer_file(
     engine: "Engine", conversations: list[Conversation], params: "SamplingParams", *, raw: bool, thinking: bool | None
 ) -> None:
-    """Answers as JSONL on standard output, a line about each on standard error."""
+    """Write answers as JSONL to standard output, and a line about each to standard error."""
     from volley import console
 
     answers = console.answer_all(engine, conversations, params, raw=raw, thinking=thinking)
@@ -369,11 +370,11 @@ def bench(
     if on_command_line("model") or on_command_line("rates"):
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
-    config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
+    config.load()  # report bad prompts before loading a model, which may take minutes
     largest = max(config.block_sizes, default=1)
     if largest > 1 and (
         models.drafter or models.target is None
-    ):  # blocks above the trained one are drafted if asked for here
+    ):  # blocks above the trained size are drafted if requested
         decoding = replace(decoding, block_size=largest)
     engine = load_engine(models, decoding, capacity)
     from volley import console
@@ -404,13 +405,13 @@ def bench(
 
 
 def _chosen(decoding: DecodingConfig, *always: str) -> dict[str, str]:
-    """Settings that are not the default, and those of the names given."""
+    """Return the settings that differ from the default, and those named in ``always``."""
     usual = asdict(DecodingConfig())
     return {name: str(value) for name, value in asdict(decoding).items() if name in always or value != usual[name]}
 
 
 def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
-    """Load on a server at each rate, or at the concurrency when no rate was given."""
+    """Measure a server at each rate, or at the given concurrency without rates."""
     from volley import console
     from volley.bench.load import LoadConfig, run_load, to_markdown
 
@@ -467,7 +468,7 @@ def serve(
     for name, options in described.items():
         chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
         loaded = load_engine(chosen, *sizes)
-        from volley.serve.server import serve as run  # behind load_engine, as they import transformers too
+        from volley.serve.server import serve as run  # after load_engine, because this imports transformers too
         from volley.serve.service import Service
 
         services.append(Service(loaded, own, name))
@@ -545,7 +546,7 @@ def train(config: TrainConfig) -> None:
 def pilot(options: PilotOptions, models: ModelOptions) -> None:
     """Train the pilot policy of a drafter: which block size suits a request, judged by the end of its prompt."""
     for source in options.prompts:
-        load_prompts(source, options.data_dir, 1)  # what is wrong with them is said before a model is loaded
+        load_prompts(source, options.data_dir, 1)  # report bad prompts before loading a model
     engine = load_engine(models)
     from volley import console
     from volley.train.pilot import train_pilot
@@ -575,7 +576,7 @@ app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unk
 
 
 def main() -> None:
-    """Entry point: an error of volley's own is one line, not a traceback."""
+    """Run the command line, and print an error of volley's as one line without a traceback."""
     try:
         app()
     except VolleyError as error:

@@ -1,4 +1,4 @@
-"""The settings of an engine: how it decodes, and how much it does at once. Declared here once, with their help texts."""
+"""Settings of an engine: how it decodes and how much it does at once, each declared once with its help text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 
 KVDtype = Literal["auto", "int8", "int4"]
-"""How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
+"""Format of K/V: the model's dtype, 8 bits, or 4 bits after a random rotation."""
 Verification = Literal["auto", "speculative", "match"]
 Schedule = Literal["cosine", "linear", "sqrt"]
 
@@ -16,7 +16,7 @@ Schedule = Literal["cosine", "linear", "sqrt"]
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig:
-    """How tokens are drafted: the settings that volley's engine and its plugin for vLLM share."""
+    """Settings of drafting, shared by volley's engine and its plugin for vLLM."""
 
     policy: str | Any | None = None
     """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
@@ -59,21 +59,21 @@ class DraftingConfig:
     def largest_block(self, trained: int) -> int:
         """Return the largest block that is drafted: the drafter's own, which it was ``trained`` for, or a fixed policy's.
 
-        Positions beyond the trained block are masks like all others; they are guessed worse (DFlash, Table 7).
+        Positions beyond the trained block are masks like all others; their drafts are less accurate (DFlash, Table 7).
         """
         return max(trained, self.fixed_block)
 
     def given(self) -> list[str]:
-        """Names of the settings that are not the default."""
+        """Return the names of the settings that differ from the default."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(DraftingConfig):
-    """How tokens are drafted and verified. All choices are lossless; they differ in speed.
+    """Settings of drafting and verification. All choices are lossless; they differ in speed.
 
-    An engine takes another one between two steps (:meth:`volley.Engine.reconfigure`), except for where K/V live:
+    Settings can change between two steps (:meth:`volley.Engine.reconfigure`), except those that determine where K/V are stored:
     ``draft_window``, ``kv_dtype`` and ``draft_kv_dtype``.
     """
 
@@ -130,13 +130,14 @@ class DecodingConfig(DraftingConfig):
 
     @property
     def max_tree_nodes(self) -> int | None:
-        """Draft tokens of the tree that replaces each chain; 0: no trees, ``None``: the policy decides."""
+        """Return the maximum size of draft trees; 0: no trees, ``None``: the policy decides."""
         if self.tree_nodes is not None:
             return self.tree_nodes - 1
         return None if self.denoising_steps == 1 and self.verification != "speculative" else 0
 
     def matches(self, seed: int | None) -> bool:
-        """Whether a sampled request with this ``seed`` is verified by sample-and-match when it drafts a chain."""
+        """Return whether a sampled request with this ``seed`` is verified by sample-and-match (coupled sampling) when it
+        drafts a chain."""
         wants_repetition = self.verification == "auto" and seed is not None
         has_no_distribution = self.denoising_steps > 1 or self.tree_nodes is not None
         return self.verification == "match" or has_no_distribution or wants_repetition
@@ -145,7 +146,7 @@ class DecodingConfig(DraftingConfig):
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """How much an engine holds and does at once."""
+    """Settings of an engine's capacity."""
 
     max_running: int | None = None
     """Requests decoded at once; by default 64 on a CPU and 256 on a GPU."""
@@ -192,13 +193,13 @@ _DRAFTING_POLICIES = ("feedback", "goodput:drafts")
 
 
 def read_by_drafters(config: DecodingConfig) -> list[str]:
-    """Names of the settings that are given and that mean something only where something drafts."""
+    """Return the names of the given settings that only matter with a drafter."""
     policy = ["policy"] if config.policy in _DRAFTING_POLICIES else []
     return policy + [name for name in config.given() if name in _OF_DRAFTERS]
 
 
 def check_undrafted(names: Sequence[str]) -> None:
-    """Refuse settings of drafters, of these names, where there is none."""
+    """Refuse the given settings of drafting, because there is no drafter."""
     if names:
         canvases = " (passes over a canvas are max_steps among the diffusion settings)"
         raise ConfigError(
@@ -210,9 +211,9 @@ def check_undrafted(names: Sequence[str]) -> None:
 def split_options(
     options: Mapping[str, Any], config: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> tuple[DecodingConfig, CapacityConfig]:
-    """Both configs, of which one that is not given comes from options by name.
+    """Return both configs; a missing one is built from options by name.
 
-    ConfigError for an unknown option, with the nearest known one, and for one beside the config that it is a part of.
+    Raises ConfigError for an unknown option, with the nearest known one, and for an option given beside the config it belongs to.
     """
     ours, sizes = ({field.name for field in fields(kind)} for kind in (DecodingConfig, CapacityConfig))
     check_keys("engine option", options, ours | sizes)

@@ -1,4 +1,4 @@
-"""Commands that look at a drafter and write it for other programs. ``cli.py`` puts them on the command line."""
+"""Commands that inspect and export drafters. ``cli.py`` adds them to the command line."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from volley.options import expand
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to write, and where; each is an argument of ``models.export.export``."""
+    """Options of an export; each is an argument of ``models.export.export``."""
 
     to: Literal["zlab", "speculators", "sglang", "transformers", "gguf"]
     """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use; gguf is
@@ -86,12 +86,12 @@ def export(
 
 
 def _token_counts(target: str, data: list[Path]) -> list[int]:
-    """How often the target wrote each token."""
+    """Return how often the target wrote each token."""
     from volley.models.drafters.export import TargetShape
     from volley.models.targets.loading import auto_tokenizer
     from volley.train.data import count_response_tokens, read_rows
 
-    vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: its error says what is wrong with the name
+    vocab_size = TargetShape.from_pretrained(target).vocab_size  # read first: its error explains a wrong name
     tokenizer = auto_tokenizer(target)
     stop = {tokenizer.eos_token_id} - {None}
     return count_response_tokens(tokenizer, read_rows(data), stop, vocab_size)

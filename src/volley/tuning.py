@@ -1,4 +1,4 @@
-"""Commands that make a drafter for a model, certify a pair, and say why one is slow. ``cli.py`` puts them on the command line."""
+"""Commands that tune a drafter, certify a pair, and diagnose one. ``cli.py`` adds them to the command line."""
 
 import json
 import os
