@@ -79,17 +79,17 @@ class ModelOptions:
     device: str = "auto"
     """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
     weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
-    """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them, which change what the target computes; auto
-    is bf16, but codes for a GGUF file of codes."""
+    """Format of the target's weights on a CPU: bf16, or quantised to int8 or int4, which changes what the target computes;
+    auto is bf16, or quantised for a quantised GGUF file."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
     draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
-    """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
-    accepted, never what comes out. auto is the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products."""
+    """Format of the drafter's weights and head: int8 and int4 for a CPU, fp8 for a GPU. It changes acceptance, never the
+    output. auto is the target's quantisation, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
-    """Most CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
+    """Maximum number of CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
     tensor_parallel: bool = False
-    """Divide a target that fits no single device over the processes of torchrun; the first one answers."""
+    """Shard a target that fits no single device over the processes of torchrun; the first one answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,11 @@ class LoadOptions:
     server: str | None = None
     """Measure this OpenAI-compatible server under load instead of decoding here."""
     rates: tuple[float, ...] = ()
-    """With --server: requests a second, arriving at random, instead of --concurrency at once."""
+    """With --server: requests per second, arriving at random, instead of --concurrency at once."""
     requests: int = 64
-    """With --server: requests at each level of load."""
+    """With --server: requests per level of load."""
     model: str | None = None
-    """With --server: model to ask; by default the one it has."""
+    """With --server: model to request; by default the only one it has."""
     api_key_env: str = "OPENAI_API_KEY"
     """With --server: environment variable that holds the key."""
 
@@ -144,19 +144,19 @@ class SamplingOptions:
     """Options for sampling. Omitted ones take the model's own values, or greedy decoding."""
 
     temperature: float | None = None
-    """0 is greedy, and the default where the model's generation config says nothing."""
+    """Sampling temperature; 0 is greedy, and the default if the model's generation config sets none."""
     top_p: float | None = None
-    """Keep the likeliest tokens of this total probability."""
+    """Keep the likeliest tokens with this total probability."""
     top_k: int | None = None
-    """Keep so many of the likeliest tokens; 0 keeps all."""
+    """Keep this many of the likeliest tokens; 0 keeps all."""
     min_p: float | None = None
-    """Keep tokens at least this share as likely as the likeliest."""
+    """Keep tokens with at least this share of the likeliest token's probability."""
     seed: int | None = None
-    """With it, the same answer is drawn again."""
+    """Seed with which the same answer is drawn again."""
     max_tokens: int | None = None
-    """Longest answer, in tokens."""
+    """Maximum tokens of an answer."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Options of sampling left out: auto takes what the model's generation config sets."""
+    """Defaults of sampling options: auto takes those of the model's generation config."""
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by name."""
@@ -188,12 +188,12 @@ def generate(
     decoding: DecodingConfig,
     capacity: CapacityConfig,
     sampling: SamplingOptions,
-    prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt to answer.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
+        Path | None, typer.Option(help="JSONL with prompt, messages or turns per row; answers are written as JSONL.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter for the drafter.")] = None,
     diffusion: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
     ] = None,
@@ -201,16 +201,17 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; by default the template decides."),
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Name of one of the tokenizer's chat templates, or file of a Jinja template.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
+        bool,
+        typer.Option("--compare", help="Decode plainly too; report its speed and whether the tokens are identical."),
     ] = False,
 ) -> None:
-    """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
+    """Answer a prompt or a file of prompts. A terminal colours drafted text. Statistics go to standard error."""
     _check_asked(prompt, prompts, compare=compare)
     if raw and (thinking is not None or chat_template is not None):
         option = "--thinking" if chat_template is None else "--chat-template"
@@ -251,13 +252,13 @@ def chat(
     decoding: DecodingConfig,
     capacity: CapacityConfig,
     sampling: SamplingOptions,
-    system: Annotated[str | None, typer.Option(help="How the model shall answer; /system changes it.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; /system changes it.")] = None,
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; by default the template decides."),
     ] = None,
 ) -> None:
-    """Chat with a model in the terminal: answers as they come, their speed, and what of them was drafted. Pipes work too."""
+    """Chat with a model in the terminal: streamed answers, their speed, and which text was drafted. Pipes work too."""
     params = sampling.params(max_tokens=1024)
     engine = load_engine(models, decoding, capacity)
     from volley import console
@@ -323,11 +324,14 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 @app.command()
 @expand
 def demo(
-    threads: Annotated[int | None, typer.Option(help="Most CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Maximum number of CPU threads; by default torch's choice.")
+    ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
     canvases: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
-    """Answer three questions with SmolLM2 or the bundled pair: τ, speed against plain decoding, and that tokens are the same."""
+    """Answer three questions with SmolLM2 or the bundled pair, and show τ, the speedup, and that the tokens equal plain
+    decoding's."""
     published = None if canvases else find_smollm2()
     target, drafter = published or ("reference-diffusion" if canvases else None, None)
     engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
@@ -358,9 +362,9 @@ def bench(
     load: LoadOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
-    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured.
+    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps the results so far.
 
-    With --server: load on a server, its times to the first token and between tokens, and its throughput.
+    With --server: put load on a server and measure time to the first token, time between tokens, and throughput.
     """
     if load.server is not None:
         if models.target is not None or models.drafter is not None:
@@ -455,10 +459,10 @@ def serve(
     recalibration: RecalibrateConfig,
     engine: Annotated[
         Literal["volley", "vllm"],
-        typer.Option(help="Whose server to start. vllm has options of its own: volley serve --engine vllm --help."),
+        typer.Option(help="Server to start. vllm has its own options: volley serve --engine vllm --help."),
     ] = "volley",
 ) -> None:
-    """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
+    """Serve a pair over HTTP with OpenAI's API; /dashboard shows its state."""
     assert engine == "volley"
     from volley.serve.model_file import override, read_models
 
@@ -490,7 +494,9 @@ def collect(
         list[str] | None,
         typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model to ask of the endpoint; by default the one it has.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to request from the endpoint; by default its only one.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
     retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
@@ -498,7 +504,7 @@ def collect(
         bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
     ] = False,
 ) -> None:
-    """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
+    """Collect the target's own responses to prompts as training data for volley train. Run again to resume."""
     from volley import console
     from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
@@ -544,7 +550,7 @@ def train(config: TrainConfig) -> None:
 @app.command()
 @expand
 def pilot(options: PilotOptions, models: ModelOptions) -> None:
-    """Train the pilot policy of a drafter: which block size suits a request, judged by the end of its prompt."""
+    """Train the pilot policy of a drafter, which chooses a request's block size by the end of its prompt."""
     for source in options.prompts:
         load_prompts(source, options.data_dir, 1)  # report bad prompts before loading a model
     engine = load_engine(models)

@@ -19,19 +19,19 @@ class DraftingConfig:
     """Settings of drafting, shared by volley's engine and its plugin for vLLM."""
 
     policy: str | Any | None = None
-    """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
+    """Policy that decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
     plain. Without a drafter goodput drafts by prompt lookup; plain drafts nothing."""
     denoising_steps: int = 1
-    """Denoising passes of the drafter for each block; 1 is DFlash."""
+    """Denoising passes of the drafter per block; 1 is DFlash."""
     denoising_schedule: Schedule = "cosine"
-    """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
+    """Schedule of the number of draft positions that each denoising pass reveals: cosine, linear or sqrt."""
     denoising_threshold: float | None = None
-    """With several denoising passes: each also reveals positions whose likeliest token has a higher probability, and a full block
-    ends them. By default the schedule alone decides."""
+    """Probability above which a denoising pass also reveals a position; a full block ends the passes. By default the schedule
+    alone decides."""
     draft_temperature: float | None = None
-    """Temperature at which drafts are drawn; by default the request's own. It changes speed, never the distribution."""
+    """Temperature of drafts; by default the request's own. It changes speed, never the distribution."""
     draft_window: int | None = None
-    """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
+    """Tokens of context that the drafter sees and keeps; 0 for all, by default the number it was measured to need."""
 
     def __post_init__(self) -> None:
         if self.denoising_steps < 1:
@@ -78,18 +78,18 @@ class DecodingConfig(DraftingConfig):
     """
 
     block_size: int | None = None
-    """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
+    """Tokens verified per cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
     tree_nodes: int | None = None
-    """Verify the best tree of so many draft tokens, anchor included, instead of one chain. By default the policy decides."""
+    """Verify the best tree of this many draft tokens, anchor included, instead of one chain. By default the policy decides."""
     verification: Verification = "auto"
-    """For sampled requests: speculative, match, or auto: match for requests with a seed, whose answers must come again, and where
-    the distribution of the draft is not known; speculative sampling for all others."""
+    """Verification of sampled requests: speculative, match or auto. auto is match for requests with a seed, whose answers must
+    be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
     kv_dtype: KVDtype = "auto"
-    """How the target's K/V are kept; auto: in the models' data type. Another type changes what the target computes."""
+    """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
     draft_kv_dtype: KVDtype = "auto"
-    """How the drafter's K/V are kept."""
+    """Format of the drafter's K/V."""
     exact: bool = False
-    """Refuse a model, machine or setting with which a token's logits can depend on what else is in the pass."""
+    """Refuse a model, machine or setting for which a token's logits can depend on other requests in the pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,21 +151,21 @@ class CapacityConfig:
     max_running: int | None = None
     """Requests decoded at once; by default 64 on a CPU and 256 on a GPU."""
     max_batch_tokens: int | None = None
-    """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. Requests that draft sit out while prompts are due;
-    otherwise chains take part first, and prompts, trees and copies share what they leave."""
+    """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. While prompts are due, drafting requests wait;
+    otherwise chains come first, and prompts, trees and prompt-lookup drafts share the rest."""
     page_size: int | None = None
-    """Tokens of a page of K/V; by default 16, or a multiple of the blocks of a model whose text attends both ways inside them."""
+    """Tokens per page of K/V; by default 16, or a multiple of the block of a model that attends both ways within blocks."""
     num_pages: int | None = None
-    """Pages that hold all K/V; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, and 0.9 of what a GPU has left."""
+    """Number of K/V pages; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, or 0.9 of a GPU's free memory."""
     kv_mib: float | None = None
     """MiB of all K/V, target's and drafter's, instead of a number of pages."""
     prefix_caching: bool = True
-    """Let prompts that begin alike share pages."""
+    """Let prompts with a common prefix share pages."""
     num_states: int | None = None
-    """Recurrent states of a hybrid target, of running requests and of prefixes; by default up to 1 GiB."""
+    """Number of recurrent states of a hybrid target, for running requests and prefixes; by default up to 1 GiB."""
     cuda_graphs: bool = True
-    """Launch a small pass as one CUDA graph, captured at a server's start or when a pass of its size first comes; has a meaning
-    only on an NVIDIA GPU."""
+    """Launch a small pass as one CUDA graph, captured at a server's start or at the first pass of its size; only for NVIDIA
+    GPUs."""
 
     def __post_init__(self) -> None:
         if any(size is not None and size < 1 for size in (self.max_batch_tokens, self.max_running)):

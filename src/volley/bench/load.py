@@ -41,21 +41,21 @@ class LoadConfig:
 
     url: str
     model: str | None = None
-    """By default the only one the server has."""
+    """Model to request; by default the server's only one."""
     api_key: str | None = None
     concurrencies: tuple[int, ...] = ()
     rates: tuple[float, ...] = ()
-    """Requests a second; those of a rate start whether or not earlier ones are done."""
+    """Requests per second; requests start whether or not earlier ones have ended."""
     requests: int = 64
-    """At each level of load."""
+    """Requests at each level of load."""
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     raw: bool = False
-    """Send prompts as texts to be continued, not as chats."""
+    """Send prompts as texts to complete, not as chats."""
     ignore_eos: bool = False
     thinking: bool | None = None
-    """``enable_thinking`` of the chat template."""
+    """Value of ``enable_thinking`` for the chat template."""
     timeout: float = 600.0
 
     @classmethod

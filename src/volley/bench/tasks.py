@@ -65,18 +65,18 @@ class BenchConfig:
     datasets: tuple[str, ...] = ("gsm8k", "humaneval", "mt-bench")
     """Names of datasets, or JSONL files of prompts or turns."""
     data_dir: Path | None = None
-    """Folder with the datasets' files (gsm8k_test.jsonl and so on); without it they come from the hub."""
+    """Folder with the datasets' files (gsm8k_test.jsonl and so on); by default they come from the hub."""
     num_prompts: int = 8
     """Conversations taken from each dataset."""
     skip_prompts: int = 0
-    """Conversations left out at the start of each dataset: those that a setting was chosen on."""
+    """Conversations to skip at the start of each dataset, such as those a setting was chosen on."""
     temperatures: tuple[float, ...] = (0.0,)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter it is goodput,
-    which copies from the text."""
+    """Policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter it is goodput, which drafts by
+    prompt lookup."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)
@@ -84,17 +84,17 @@ class BenchConfig:
     concurrency: int = 1
     """Prompts decoded at once."""
     max_tokens: int = 128
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     ignore_eos: bool = False
-    """Decode on behind the end of an answer, so that every answer has max_tokens: for lengths that few answers reach."""
+    """Decode beyond the end of an answer, so that every answer has max_tokens: for lengths that few answers reach."""
     repeats: int = 3
-    """Times that everything is measured."""
+    """Repeats of every measurement."""
     seed: int = 0
-    """Seed of sampled answers; each repeat adds one."""
+    """Seed of sampled answers, increased by one per repeat."""
     unseeded: bool = False
-    """Sampled answers without seeds, as most requests come: chains are then sampled speculatively, and answers differ."""
+    """Sample without seeds, as most requests do: chains then use speculative sampling, and answers differ."""
     against: tuple[str, ...] = ()
-    """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
+    """Peers to compare with: ``transformers`` is its own generate, plain and with each speculation it offers."""
     draft_models: tuple[str, ...] = ()
     """Drafters to compare with, named in the table by their folders: folders or hub names of smaller causal LMs with the
     target's tokenizer, of EAGLE-3 drafters, or of block drafters."""
@@ -103,9 +103,9 @@ class BenchConfig:
     raw: bool = False
     """Send prompts without the chat template."""
     thinking: bool | None = None
-    """Passed to the chat template as ``enable_thinking``; left out, the template decides."""
+    """Value of ``enable_thinking`` for the chat template; by default the template decides."""
     score: bool = False
-    """Judge the answers: exact match for mathematics and GPQA; code is run, in a subprocess with limits, on its tests."""
+    """Score the answers: exact match for mathematics and GPQA; code runs on its tests in a subprocess with limits."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens"):

@@ -14,16 +14,16 @@ class CertifyConfig:
     """Sample sizes and significance of a certification."""
 
     prompts_used: int = 12
-    """Prompts that greedy answers are compared on."""
+    """Prompts on which greedy answers are compared."""
     max_tokens: int = 48
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     bias: float = 0.03
-    """Smallest bias that sampled output is to be searched for: how much more or less often the likeliest token is drawn. A
-    bias of 0.01 takes nine times the tokens of 0.03."""
+    """Smallest bias to detect in sampled output: the change of the likeliest token's frequency. A bias of 0.01 takes nine
+    times the tokens of 0.03."""
     alpha: float = 1e-4
-    """Chance that a lossless pair fails, over all checks together."""
+    """Probability that a lossless pair fails, over all checks together."""
     seed: int = 0
-    """Fixes the seeds of what is asked with one; the rest is drawn anew each time."""
+    """Seed of the requests that have seeds; other randomness is new in each run."""
 
     def __post_init__(self) -> None:
         if self.prompts_used < 1 or self.max_tokens < 8:

@@ -39,7 +39,7 @@ def show(folder: _Folder) -> None:
 def erase(
     folder: _Folder,
     everything: Annotated[
-        bool, typer.Option("--all", help="Drafters that were learnt too; the server must be stopped.")
+        bool, typer.Option("--all", help="Erase trained drafters too; the server must be stopped.")
     ] = False,
 ) -> None:
     """Erase every prompt and answer. A running server continues with new ones."""

@@ -17,47 +17,49 @@ class ServeConfig:
     """Options of the server. Sizes and times limit what one client can cost the others."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every one of this machine's."""
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose."""
     models: Path | None = None
-    """TOML file of several models: a table [models.NAME] each, with its own options; all others are as given here."""
+    """TOML file of several models: a table [models.NAME] each, with its own options; the others come from the command line."""
     served_model_name: str | None = None
-    """Name clients give as model; by default the target folder's."""
+    """Name that clients give as model; by default the target folder's."""
     answer_format: str = "auto"
-    """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
+    """Format of reasoning and tool calls in answers: auto detects it from the chat template; none, a format's name, or a JSON
+    file."""
     bare_calls: bool = True
-    """Under tool_choice auto, an answer that is one JSON object with a tool's name and valid arguments calls it."""
+    """Under tool_choice auto, treat an answer that is one JSON object with a tool's name and valid arguments as a call."""
     chat_template: str | None = None
     """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling defaults of requests: auto takes what the model's generation config sets; none is OpenAI's."""
+    """Sampling defaults of requests: auto takes those of the model's generation config; none takes OpenAI's."""
     api_key_file: Path | None = None
-    """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
+    """File of accepted API keys, one per line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is
+    required."""
     rate_limit: float | None = None
-    """Requests a minute that each API key may make; of all clients together where no keys are asked. More get 429."""
+    """Requests per minute for each API key, or for all clients together if no keys are required. Further ones get 429."""
     tls_cert_file: Path | None = None
     """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
     tls_key_file: Path | None = None
     """Private key (PEM) of the certificate."""
     adapters: tuple[str, ...] = ()
-    """Adapters of the drafter, as NAME=FOLDER; clients choose one with the model MODEL:NAME."""
+    """Adapters of the drafter, as NAME=FOLDER; clients select one with the model MODEL:NAME."""
     max_waiting: int = 256
-    """Requests that may queue beside the running ones; more are answered with 429."""
+    """Requests that may queue beside the running ones; further ones get 429."""
     request_timeout: float = 600.0
-    """Seconds that one request may take, queue included."""
+    """Seconds that one request may take, including the queue."""
     receive_timeout: float = 20.0
-    """Seconds in which a client must have sent its headers, and again its body."""
+    """Seconds within which a client must send its headers, and again its body."""
     max_body_bytes: int = 1_048_576
-    """Largest request body."""
+    """Largest request body in bytes."""
     shutdown_timeout: float = 60.0
     """Seconds that running requests get to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the server, * for all; by default none."""
+    """Web origins whose pages may call the server, * for all; none by default."""
     strict: bool = False
-    """Refuse requests that have unknown fields, instead of ignoring these."""
+    """Refuse requests with unknown fields instead of ignoring the fields."""
     log_prompts: bool = False
-    """Write request bodies, prompts included, to the log."""
+    """Log request bodies, prompts included."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

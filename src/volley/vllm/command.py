@@ -24,29 +24,29 @@ class VLLMOptions:
     """Options for serving with vLLM."""
 
     engine: Literal["vllm"]
-    """Whose server to start."""
+    """Server to start."""
     target: str | None = None
-    """Target, folder or hub name; it may also stand right after --engine vllm. By default the bundled one."""
+    """Target: folder or hub name, also accepted right after --engine vllm. By default the bundled one."""
     drafter: str | None = None
     """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
     greedy_only: bool = False
-    """Every request will have temperature 0: the plugin asks for this on CPUs, where vLLM 0.32 verifies others wrongly."""
+    """Promise that every request has temperature 0: required on CPUs, where vLLM 0.32 verifies others wrongly."""
     record: Path | None = None
-    """Draft nothing and record the target's features of every prompt in this folder, for volley train --feature-server."""
+    """Draft nothing, and record the target's features of every prompt in this folder, for volley train --feature-server."""
     taps: str | None = None
-    """With --record: the layers, by number or how many, as volley train's. By default what it would tap."""
+    """With --record: layers to record, by number or as a count, as in volley train. By default those that it would tap."""
     record_final: bool = False
-    """With --record: the final states too, for volley train's --soft-targets and --total-variation."""
+    """With --record: record the final states too, for volley train's --soft-targets and --total-variation."""
     dry_run: bool = False
-    """Check everything, print vLLM's command and do not run it."""
+    """Check everything and print vLLM's command without running it."""
 
 
 @expand
 def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingConfig) -> None:
     """Serve a target with vLLM's OpenAI server and a drafter of volley's. All further options are vLLM's own.
 
-    Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it can
-    do all that is asked for; otherwise volley's plugin does.
+    Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it
+    supports all given options; otherwise volley's plugin does.
     """
     from volley.models.drafters.export import TargetShape
     from volley.vllm.options import TESTED
