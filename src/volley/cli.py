@@ -274,7 +274,7 @@ def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> 
     if prompt == "":
         raise InputError("the prompt is empty; give at least one word to answer")
     if compare and prompts is not None:
-        raise ConfigError("--compare looks at one prompt; for many, use volley bench")
+        raise ConfigError("--compare takes one prompt; for many, use volley bench")
 
 
 def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") -> None:

@@ -173,7 +173,7 @@ class CapacityConfig:
         if self.page_size is not None and self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
         if self.kv_mib is not None and self.num_pages is not None:
-            raise ConfigError("kv_mib and num_pages both say what K/V take; give one of them")
+            raise ConfigError("kv_mib and num_pages both set the size of the K/V; give one of them")
         if self.kv_mib is not None and not self.kv_mib > 0:
             raise ConfigError(f"kv_mib is {self.kv_mib}; it must be more than 0")
         if self.num_states is not None and self.num_states < 2:

@@ -237,7 +237,7 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
 
     rows = _answer_each(DEMO_PROMPTS, paint, partial(compare_modes, engine), out)
     out.print(
-        "\nThe same model drafting a canvas and verifying it causally, beside one token at a time:\n", soft_wrap=True
+        "\nThe model drafts a canvas and verifies it causally, compared with one token at a time:\n", soft_wrap=True
     )
     return _report(engine, DEMO_PROMPTS, rows, out)
 

@@ -93,7 +93,7 @@ class Dialogue:
         prompt = self._engine.encode(self.messages, thinking=self._thinking)
         room = self._engine.room(len(prompt), self._params)
         if room < 1:
-            raise ConfigError("there is no room for an answer any more; /clear begins a new conversation")
+            raise ConfigError("the context is full; /clear begins a new conversation")
         paper, text, drafted, tokens, stats = Paper(self._out), "", 0, 0, None
         chunks = self._engine.stream(prompt, self._params.within(room))
         while not is_interrupted():

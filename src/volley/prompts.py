@@ -165,7 +165,7 @@ def parse_row(row: Mapping[str, Any], where: str, row_id: str) -> Conversation:
         problem = f"has {' and '.join(given)}" if given else f"has only {', '.join(sorted(row)) or 'nothing'}"
         raise InputError(f"{where} {problem}; a prompt row has exactly one of {', '.join(ROW_KEYS)}")
     if row.get("tools"):
-        raise InputError(f"{where} has tools, which are not put into prompts here; leave the row out")
+        raise InputError(f"{where} has tools, which prompts here cannot contain; leave the row out")
     row_id = str(row.get("id", row.get("task_id", row.get("question_id", row_id))))
     value = row[given[0]]
     if given[0] == "prompt":

@@ -73,7 +73,7 @@ def certify(
     if url is not None and (target is not None or drafter is not None):
         raise ConfigError("a server has its models already; leave --target and --drafter out")
     if plain is not None and url is None:
-        raise ConfigError("--plain is compared with a server; give that server's URL too")
+        raise ConfigError("--plain is the reference of a server; give that server's URL too")
     if model is not None and url is None:
         raise ConfigError("--model names a server's model; give the server's URL too, or --target for a pair here")
     make_folder(out)
@@ -84,7 +84,7 @@ def certify(
 
         if any(len(messages) > 1 for messages in asked):
             raise ConfigError(
-                f"{prompts} has chats of several messages, and a server is asked to complete texts; give rows of 'prompt', "
+                f"{prompts} has chats of several messages, and a server completes texts; give rows of 'prompt', "
                 "or certify the pair here with --target and --drafter"
             )
         key, texts = os.environ.get(api_key_env), [messages[0]["content"] for messages in asked]

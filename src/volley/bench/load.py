@@ -63,7 +63,7 @@ class LoadConfig:
         """Return the load test for a benchmark's options. Options that do not apply to a server raise an error."""
         usual, own = asdict(BenchConfig()), asdict(bench)
         if given := [f"--{name.replace('_', '-')}" for name in DECIDED_BY_ENGINES if own[name] != usual[name]]:
-            raise ConfigError(f"--server decodes as it was started; leave {', '.join(given)} out")
+            raise ConfigError(f"--server has its own settings; leave {', '.join(given)} out")
         if len(bench.temperatures) > 1:
             raise ConfigError("--server is measured at one temperature; give one with --temperatures")
         asked = {name: own[name] for name in ("max_tokens", "seed", "raw", "ignore_eos", "thinking")}

@@ -176,7 +176,7 @@ class BenchConfig:
             if varied or set(self.policies) - {"goodput"}:
                 raise ConfigError(
                     "block sizes, denoising steps, tree nodes or policies were given but there is no drafter; name one, or leave "
-                    "out all but policy goodput, which copies from the text"
+                    "out all but policy goodput, which drafts by prompt lookup"
                 )
             return [PLAIN, *decided]
         sizes = self.block_sizes or (drafter_block_size,)

@@ -137,7 +137,7 @@ def check_greedy(questions: Questions) -> Check:
 def _most_probable(name: str, questions: Questions, replies: Sequence[Reply]) -> Check:
     tokens = sum(bool(top) for reply in replies for top in reply.top)
     if not tokens:
-        return Check(name, True, "the server tells no log-probabilities of the likeliest tokens", judged=False)
+        return Check(name, True, "the server returns no log-probabilities of the likeliest tokens", judged=False)
     for index, reply in enumerate(replies):
         for at, (token, top) in enumerate(zip(reply.tokens, reply.top, strict=False)):
             if top and top.get(token, -math.inf) < max(top.values()) - questions.tie:

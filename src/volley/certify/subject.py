@@ -270,7 +270,7 @@ def _reply(choice: dict[str, Any]) -> Reply:
         tokens, top = found.get("tokens") or [], found.get("top_logprobs") or []
     if not tokens and choice.get("text"):
         raise EndpointError(
-            "the server sends no logprobs with its answers, which tell ties from faults; start it so that it does"
+            "the server sends no logprobs with its answers, which distinguish ties from faults; start it with them enabled"
         )
     likeliest = tuple(_likeliest(row or {}) for row in top)
     clean = tuple({} if any(_PART in token for token in row or ()) else dict(row or {}) for row in top)

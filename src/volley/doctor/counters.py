@@ -55,7 +55,7 @@ def parse_counters(text: str, where: str) -> Counters:
     reached, kept = found["draft_tokens_per_pos"], found["accepted_tokens_per_pos"]
     if not reached and drafted < drafts * len(kept):
         raise InputError(
-            f"{where} counts drafts of different lengths and not how often each position was reached; serve with blocks of one "
+            f"{where} counts drafts of different lengths without a count per position; serve with blocks of one "
             "length (--policy fixed) to judge its acceptance"
         )
     acceptance = []

@@ -105,8 +105,8 @@ class Doctor:
         self.drafter = Drafter.from_pretrained(drafter, dtype)
         if not self.drafter.config.is_trained_here:
             raise ConfigError(
-                f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
-                "acceptance with the figures of the program that it comes from"
+                f"{drafter} is of a type that volley does not train, and the doctor only examines types that it trains; "
+                "compare its acceptance with the figures of the program that it comes from"
             )
         self.drafter.config.check_target(
             hidden_size=self.target.text_config.hidden_size,
@@ -406,7 +406,7 @@ class Doctor:
         if wrong:
             yield Finding(
                 "prefix-cache holes",
-                f"the drafter's K/V of {wrong} of {len(texts)} texts are others when they are found in the cache",
+                f"the drafter's K/V of {wrong} of {len(texts)} texts differ when they come from the cache",
                 "report it with the counters of the server; --no-prefix-caching avoids it",
             )
 

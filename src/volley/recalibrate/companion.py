@@ -109,7 +109,7 @@ class Recalibrator:
         if found is None or found.base != given:
             rounds = [int(path.name) for path in (self.folder / "rounds").glob("*") if path.name.isdigit()]
             if found is not None:
-                log.info("the server was given another drafter; what was learnt from the last one is set aside")
+                log.info("the server was given another drafter; the state of the previous one is set aside")
             found = Learnt(given, seen_round=max(rounds, default=0))
             found.save(self.folder)
         return found

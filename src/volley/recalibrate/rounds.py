@@ -273,7 +273,7 @@ class Recalibration:
     def _check_kept(self, plan: RoundPlan) -> None:
         """Refuse a round whose answers were erased since it began."""
         if erased_at(self.folder) != plan.erased_at:
-            raise ConfigError("what it learnt from was erased in the meantime; the next round learns from new answers")
+            raise ConfigError("its training data was erased in the meantime; the next round learns from new answers")
 
     def _former(self, learnt: Learnt) -> list[Standing]:
         former = [] if learnt.previous is None else [learnt.previous]

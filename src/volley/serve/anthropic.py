@@ -205,9 +205,7 @@ class CountRequest(Body):
     def _ends_where_an_answer_may_begin(self) -> Self:
         last = self.messages[-1]
         if last.role == "assistant" and any(isinstance(block, CallBlock) for block in last.content):
-            raise refusal(
-                "messages", "the last message calls tools; send their results in a message of the user behind it"
-            )
+            raise refusal("messages", "the last message calls tools; send their results in a user message after it")
         return self
 
     def as_chat(self) -> ChatRequest:

@@ -150,6 +150,6 @@ def _in_lark(grammar: Grammar) -> str:
     if grammar.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(grammar.source)))
     raise ConfigError(
-        f"a {grammar.kind} grammar cannot stand beside tools or behind reasoning; use a JSON schema, or switch reasoning off "
+        f"a {grammar.kind} grammar cannot be combined with tools or reasoning; use a JSON schema, or switch reasoning off "
         "with reasoning_effort none"
     )

@@ -29,7 +29,7 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
         if shared := OF_THE_SERVER & own.keys():
             option = min(shared)
             raise ConfigError(
-                f"{option} of the model {name!r} would hold for the whole server; give it on the command line, as "
+                f"{option} of the model {name!r} applies to the whole server; give it on the command line, as "
                 f"--{option.replace('_', '-')}"
             )
         if len(models) > 1 and not {"kv_mib", "num_pages"} & own.keys():

@@ -87,7 +87,7 @@ def any_arguments_in_lark(name: str, call: CallText, literal: Literal) -> list[s
 
 def _unknown(keywords: set[str]) -> ConfigError:
     return ConfigError(
-        f"the model's notation of calls cannot be bound by {sorted(keywords)[0]!r}; leave that keyword out of the schema, "
+        f"the model's notation of calls cannot be constrained by {sorted(keywords)[0]!r}; leave that keyword out of the schema, "
         "leave out strict, or force the call with tool_choice"
     )
 

@@ -170,7 +170,9 @@ class _Request(Body, Sampling, GrammarFields):
         if self.diffusion is not None and self.diffusion.stream_drafts and not self.stream:
             raise refusal("diffusion.stream_drafts", "stream_drafts is only allowed when stream is true")
         if self.stream and self.prompt_logprobs is not None:
-            raise refusal("prompt_logprobs", f"prompt_logprobs come with a whole answer; {self.instead_of_streaming}")
+            raise refusal(
+                "prompt_logprobs", f"prompt_logprobs is only allowed without stream; {self.instead_of_streaming}"
+            )
         return self
 
     def sampling(
@@ -292,7 +294,7 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
+            raise refusal("max_tokens", "max_tokens is 0, which requests nothing; set echo to score the prompt")
         return self
 
     def sampling(

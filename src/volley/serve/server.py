@@ -138,5 +138,5 @@ def serve(services: Sequence[Service], config: ServeConfig) -> None:
     """Serve until a signal ends it."""
     logs.configure()
     if config.host not in ("127.0.0.1", "::1", "localhost") and not ApiKeys.load(config.api_key_file):
-        log.warning("anybody who reaches this address can use the server: no API keys are set")
+        log.warning("no API keys are set: anyone who can reach this address can use the server")
     Server(services, config).run()

@@ -157,8 +157,8 @@ def check_sampler(device: Any) -> None:
 def wrong_sampler() -> UnsupportedModelError:
     """Return the error for a vLLM that verifies drafts wrongly."""
     return UnsupportedModelError(
-        "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
-        "would not have the target's distribution. If all requests have temperature 0, say so with "
+        "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs): "
+        "sampled answers would not have the target's distribution. If all requests have temperature 0, say so with "
         "`volley serve --engine vllm --greedy-only`, in vLLM's words "
         """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
     )
