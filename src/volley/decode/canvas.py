@@ -221,7 +221,7 @@ def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> 
     """Return the masked slots of lowest entropy while the sum of their entropies is below the bound; at least one."""
     assert params.entropy_bound is not None
     entropy = torch.special.entr(probs).sum(dim=-1).cpu()
-    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # canvases of a broken model end, too
+    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # a canvas ends even with NaN logits
     entropy = entropy.masked_fill(~masked, torch.inf)
     ordered, order = entropy.sort(stable=True)
     chosen = torch.zeros_like(masked)

@@ -51,7 +51,7 @@ class Detokenizer:
             del self._token_ids[0]
         if known.endswith("\ufffd"):  # perhaps part of a character: later text is decoded alone
             self._token_ids, known = [], ""
-        self._start = 0  # decoding begins here
+        self._start = 0  # index at which decoding begins
         self._known = known  # emitted text from there on
         self._last_whole = len(self._token_ids)  # tokens before this index are whole characters
         self._whole = list[int]()  # all such indices after the start

@@ -219,6 +219,7 @@ def _is_drafted_by_drafter(request: Request) -> bool:
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
+    """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
     place, ask = launched.places.get(work.request), work.ask
     if place is None or place.before.is_cut or not _is_chain(work) or ask.size > launched.size:
         return False

@@ -64,7 +64,9 @@ def fit(
     if config.kv_mib is not None:
         most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
         if running > most:
-            log.warning("%d requests run at once: draft rings for %d would take too much of kv_mib", most, running)
+            log.warning(
+                "at most %d requests run at once: draft rings for %d would take too much of kv_mib", most, running
+            )
             given["max_running"] = running = most
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * page_size)))

@@ -423,7 +423,9 @@ class Engine:
         """
         for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
             if getattr(config, name) != getattr(self.config, name):
-                raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
+                raise ConfigError(
+                    f"{name} decides how K/V are stored and cannot change; make another engine to change it"
+                )
         check_exact(self.target, self.runner.store, config)
         check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         if self.proposer is not None:

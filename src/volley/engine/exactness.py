@@ -21,7 +21,7 @@ from volley.native import Weights
 log = logging.getLogger("volley")
 _LAYERS = 2  # layers of the model that is tried
 
-_AS_IT_IS = "leave exact out: answers may then part from plain decoding's where two logits are nearly equal"
+_AS_IT_IS = "leave exact out: greedy output may then differ from plain decoding if two logits are nearly equal"
 
 
 def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple[str, str] | None:
@@ -40,7 +40,7 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
         return (
             f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, Mistral, "
             "Mixtral, Qwen2, Qwen3 and its MoE, Gemma 2 and 3, Phi-3, SmolLM3, Granite, OLMo 2 and gpt-oss, with heads of 16 · n "
-            "and inputs of 32 · n numbers (of 64 · n in codes that are rounded here)",
+            "and inputs of 32 · n numbers (of 64 · n for weights that are quantised at load)",
             _AS_IT_IS,
         )
     return None

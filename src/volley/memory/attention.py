@@ -141,13 +141,11 @@ DEFAULT_LIMITS = GroupLimits()
 class _Group:
     """Segments of one causality and of similar lengths, which attend in one call, padded to the longest."""
 
-    rows: slice  # their tokens among those of all groups
+    rows: slice  # rows of their tokens, in the order of the groups
     count: int
-    slots: (
-        slice | Tensor
-    )  # where their keys live: a slice or [S] for one segment, [count · S] padded with its own for several
+    slots: slice | Tensor  # slots of their keys: a slice or [S] for one segment, [count · S] with padding for several
     mask: Tensor | None  # additive [count, 1, length or 1, S]; None when every token sees every key
-    repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
+    repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask repeated for heads that share keys
 
 
 class _GroupedBatch(NamedTuple):

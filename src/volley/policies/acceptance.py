@@ -12,9 +12,7 @@ OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup i
 
 _RATE = 0.1  # Adagrad's learning rate; twice as much is noisier on stationary text
 _KEPT = 0.99  # decay of the squares per block; a sum over all blocks would adapt too slowly to new texts
-_LEAST = (
-    0.01  # of the squares: without it small gradients, where nothing is ever right, would move the weights on and on
-)
+_LEAST = 0.01  # least sum of squares: otherwise small gradients would keep moving the weights if nothing is accepted
 _RECENT = 0.95  # decay of a request's record per block: about 20 blocks count
 _DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
 

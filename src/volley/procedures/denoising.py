@@ -53,7 +53,7 @@ class Denoising(Procedure):
         if request.remaining == 0:
             length = canvas_length(request.params)
             raise InputError(
-                f"no canvas of {length} fits behind the prompt of {request.num_prompt} tokens, in the context "
+                f"no canvas of {length} fits after the prompt of {request.num_prompt} tokens, in the context "
                 "or the pages; shorten the prompt, use a smaller canvas_length, or raise num_pages",
                 field="diffusion.canvas_length",
             )

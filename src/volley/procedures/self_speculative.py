@@ -76,9 +76,7 @@ class SelfSpeculative(Denoising):
         size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
         rule, canvas = coupled_rule(request), request.canvas
         is_plain = request.length == request.plain_at
-        if is_plain or (
-            canvas is not None and canvas.start != request.computed
-        ):  # the draft before it was not verified
+        if is_plain or (canvas is not None and canvas.start != request.computed):  # its draft was not verified
             canvas = request.canvas = None
         if canvas is None and size > 0 and not is_plain:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])

@@ -45,7 +45,7 @@ def _float8_kernel(
         inside = column < SIZE
         rows = tl.load(x + row[:, None] * SIZE + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
         code = tl.load(codes + own[:, None] * SIZE + column[None, :], mask=is_own[:, None] & inside[None, :], other=0)
-        # sm_80 cannot convert e4m3. The sign is extended, so that a shift takes it and the rest of a code to their places.
+        # sm_80 cannot convert e4m3. Sign extension lets one shift move all bits of a code into place.
         weight = ((code.to(tl.int32) << 20) & _FIELDS).to(tl.float32, bitcast=True) * _BIAS
         total = tl.dot(rows, tl.trans(weight.to(rows.dtype)), total, input_precision="ieee")
     total *= tl.load(scales + own, mask=is_own, other=0.0)[None, :]

@@ -77,9 +77,7 @@ def waits(run: Callable[[], object], device: torch.device) -> bool:
 _CAPTURING = Lock()  # a process captures one graph at a time
 
 
-_pools: dict[
-    torch.device, tuple[Any, WeakSet[Any]]
-] = {}  # of each device, with the graphs that have their memory there
+_pools: dict[torch.device, tuple[Any, WeakSet[Any]]] = {}  # memory pool of each device, with its graphs
 
 
 @cache
