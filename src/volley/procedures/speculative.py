@@ -70,7 +70,7 @@ class Speculative(Procedure):
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
 
     def num_beside(self, num_drafted: int) -> int:
-        """Return the tokens of a pass that verifies a draft of ``num_drafted``, besides the last known token."""
+        """Return how many tokens verify a draft of ``num_drafted``, besides the last known token."""
         return num_drafted
 
     def most_drafted(self, request: Request) -> int:
