@@ -1,4 +1,5 @@
-"""Weights in 8-bit floating point (e4m3), a scale for each output: rounded here, multiplied with here and in Triton on a GPU."""
+"""Quantise weights to 8-bit floating point (e4m3) with a scale per output, and multiply by them: in PyTorch here, in Triton on
+a GPU."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from torch.nn.functional import linear
 from volley.memory import kernels
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-AT_ONCE = 2**26  # numbers of a weight that are decoded together
+AT_ONCE = 2**26  # weight elements that are dequantised together
 
 
 class Float8(NamedTuple):
@@ -21,7 +22,7 @@ class Float8(NamedTuple):
 
 
 def quantise(weight: Tensor) -> Float8:
-    """``weight [N, K]`` of any float type, each output scaled so that its largest number is e4m3's largest, 448."""
+    """Quantise ``weight [N, K]`` of any float type, each output scaled so that its largest number is e4m3's largest, 448."""
     parts = []
     for part in _parts(weight):
         wide = part.detach().float()
@@ -31,13 +32,14 @@ def quantise(weight: Tensor) -> Float8:
 
 
 def multiply(x: Tensor, weight: Float8) -> Tensor:
-    """The reference: ``x [T, K] @ weight.T`` ``[T, N]`` in the type of ``x``; decodes some outputs after others."""
+    """Multiply ``x [T, K] @ weight.T`` into ``[T, N]`` in the type of ``x``, a part of the outputs at a time; this is the
+    reference."""
     outputs = [linear(x, part.view(torch.float8_e4m3fn).to(x.dtype)) for part in _parts(weight.codes)]
     return (torch.cat(outputs, dim=1) * weight.scales).to(x.dtype)
 
 
 def product(x: Tensor, weight: Float8) -> Tensor:
-    """``x [..., K] @ weight.T`` ``[..., N]`` as fast as the device can."""
+    """Multiply ``x [..., K] @ weight.T`` into ``[..., N]`` by the fastest kernel of the device."""
     rows = x.reshape(-1, x.shape[-1])
     if kernels.usable(x.device):
         from volley.memory.kernels import float8

@@ -1,7 +1,7 @@
-"""A product of few rows with weights in e4m3, which reach the tensor cores in the type of the rows.
+"""Multiply few rows by e4m3 weights, which are converted to the rows' type for the tensor cores.
 
-Reference: ``memory.float8.multiply``. One program computes some outputs of some rows, over all inputs in their order, in tiles of
-one shape. A row's result is therefore the same to the bit, alone or beside up to :data:`MOST_ROWS` in all.
+The reference is ``memory.float8.multiply``. One program computes some outputs of some rows, over all inputs in order, in tiles
+of one shape. A row's result is therefore bit-equal, alone or with up to :data:`MOST_ROWS` rows in all.
 """
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from volley.memory.kernels import launching
 
 MOST_ROWS = 64
-"""With more rows ``memory.float8.product`` uses the reference. Each tile of rows reads the codes again, mostly from the cache:
-four tiles read 4 bytes a weight. To decode once for PyTorch's product moves 5 bytes a weight, however many rows there are."""
+"""Most rows of the kernel; with more, ``memory.float8.product`` uses the reference. Each tile of rows reads the codes again,
+mostly from the cache: four tiles read 4 bytes a weight. Dequantising once for PyTorch's matmul moves 5 bytes a weight, however
+many rows there are."""
 ROWS, OUTPUTS, INPUTS = 16, 32, 256
-"""The tile of a program: with 4,096 outputs there are 128 programs, about as many as a large GPU has processors."""
+"""Tile of a program. With 4,096 outputs there are 128 programs, about as many as a large GPU has processors."""
 OPTIONS = {"num_warps": 4, "num_stages": 4}
 _FIELDS = tl.constexpr(-0x78100000)  # 0x87F00000: the bits of fp32 that a code fills, its sign and seven below bit 27
 _BIAS = tl.constexpr(2.0**120)  # between the exponents of fp32, biased by 127, and of e4m3, by 7
@@ -34,7 +35,7 @@ def _float8_kernel(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Programs of the same outputs are neighbours, so that the cache has their codes."""
+    """Multiply one tile. Programs of the same outputs are neighbours, so that the cache holds their codes."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     own = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_own = row < num_rows, own < num_outputs
@@ -44,7 +45,7 @@ def _float8_kernel(
         inside = column < SIZE
         rows = tl.load(x + row[:, None] * SIZE + column[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
         code = tl.load(codes + own[:, None] * SIZE + column[None, :], mask=is_own[:, None] & inside[None, :], other=0)
-        # sm_80 cannot convert e4m3. The sign is extended, so that a shift takes it and the rest of a code to their places.
+        # sm_80 cannot convert e4m3. Sign extension lets one shift move all bits of a code into place.
         weight = ((code.to(tl.int32) << 20) & _FIELDS).to(tl.float32, bitcast=True) * _BIAS
         total = tl.dot(rows, tl.trans(weight.to(rows.dtype)), total, input_precision="ieee")
     total *= tl.load(scales + own, mask=is_own, other=0.0)[None, :]
@@ -53,7 +54,8 @@ def _float8_kernel(
 
 
 def multiply(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """``x [T, K]`` times a weight's codes ``[N, K]`` and scales ``[N]``: ``[T, N]`` in the type of ``x``, bf16 but for tests."""
+    """Multiply ``x [T, K]`` by a weight's codes ``[N, K]`` and scales ``[N]``: ``[T, N]`` in the type of ``x``, bf16 outside
+    of tests."""
     (count, size), outputs = x.shape, len(scales)
     output = torch.empty(count, outputs, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(count, ROWS), triton.cdiv(outputs, OUTPUTS))
