@@ -206,7 +206,7 @@ class Tuning:
 
     def choose(self) -> dict[str, Any]:
         """Trials; each is kept as it ends. All that this step takes counts, over stops as well."""
-        begun = time.monotonic() - 60 * self.progress.done.get("spent", 0.0)
+        begun: float = time.monotonic() - 60 * self.progress.done.get("spent", 0.0)
 
         def spent() -> float:
             return (time.monotonic() - begun) / 60
