@@ -37,7 +37,8 @@ from volley.train.step import Slots
 Event = dict[str, Any]
 RECENT = 2
 """Times ``recalibrate_tokens``: the newest answers that a candidate learns from, and older ones of the same size."""
-BATCH_TOKENS = 512
+BATCH_TOKENS, BLOCKS = 512, 64
+"""Of a step, and blocks of an answer in it, at most."""
 EPOCHS = 10
 """Of a round, at most: few answers are soon known by heart."""
 RANK = 16
@@ -229,6 +230,7 @@ class Recalibration:
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,
+            anchors_per_sequence=BLOCKS,
             max_length=LONGEST,
             epochs=EPOCHS,
             max_steps=config.recalibrate_steps,
