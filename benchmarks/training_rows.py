@@ -72,7 +72,7 @@ def train_row(options: argparse.Namespace, base: Changes, changes: Changes) -> N
             tokens_per_batch=options.tokens_per_batch,
             eval_prompts=0,
             threads=1,
-            **{**base, **changes},
+            **{"loss_decay": "decay", "anchors_per_sequence": 64, **base, **changes},
         )
     )
 
