@@ -77,7 +77,7 @@ def train_row(run: Callable[..., None], options: argparse.Namespace, base: Chang
         tokens_per_batch=options.tokens_per_batch,
         eval_prompts=0,
         threads=1,
-        **{**base, **changes},
+        **{"loss_decay": "decay", "anchors_per_sequence": 64, **base, **changes},
     )
 
 

@@ -138,7 +138,7 @@ def fits(weight: Tensor, kind: Weights, inputs: int = GROUP) -> bool:
     return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else inputs) == 0
 
 
-class _Part(NamedTuple):
+class _ProductPart(NamedTuple):
     """Outputs of a product whose weights are of one format."""
 
     format: Format
@@ -166,12 +166,12 @@ class Product:
         found = []
         for codes, size in stored:
             shape = torch.empty(size, inputs, device="meta")  # all that is read of a weight that has codes
-            found.append(_Part(codes.format, lay_out(shape, codes.format, codes), size))
+            found.append(_ProductPart(codes.format, lay_out(shape, codes.format, codes), size))
         if not stored:
-            found.append(_Part(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
+            found.append(_ProductPart(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
         self._take(found, inputs, None if bias is None else bias.bfloat16().contiguous())
 
-    def _take(self, parts: Sequence[_Part], inputs: int, bias: Tensor | None) -> None:
+    def _take(self, parts: Sequence[_ProductPart], inputs: int, bias: Tensor | None) -> None:
         self._parts, self._bias = tuple(parts), bias
         self.shape = self.outputs, self.inputs = sum(part.outputs for part in parts), inputs
         self.structs: list[ProductStruct] = []
@@ -239,7 +239,7 @@ class Product:
             own = slice(max(begin - first, 0), min(end - first, part.outputs))
             if own.start < own.stop:
                 blocks = part.blocks.blocks(slice(own.start // BLOCK, -(-own.stop // BLOCK)))
-                found.append(_Part(part.format, blocks, own.stop - own.start))
+                found.append(_ProductPart(part.format, blocks, own.stop - own.start))
             first += part.outputs
         product = Product.__new__(Product)
         product._take(found, self.inputs, None if self._bias is None else self._bias[begin:end])
@@ -249,7 +249,7 @@ class Product:
     def unset(cls, outputs: int, inputs: int) -> "Product":
         """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
         product, of = cls.__new__(cls), FORMATS["bf16"]
-        product._take([_Part(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
+        product._take([_ProductPart(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:
