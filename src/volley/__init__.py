@@ -1,4 +1,4 @@
-"""volley: lossless block-diffusion speculative decoding."""
+"""Lossless block-diffusion speculative decoding."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

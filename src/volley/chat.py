@@ -1,6 +1,6 @@
-"""Prompts and chat templates: from strings and messages to the token ids that a model was taught to answer.
+"""Prompts and chat templates: conversion of strings and messages to the token ids that a model was trained on.
 
-A base model has no chat template. It takes the text of a single user message as it is, and goes on from there.
+A base model has no chat template. It receives the text of a single user message unchanged and continues it.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from volley.errors import ConfigError, InputError, did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # the command line loads it only when it is needed
+    from transformers import PreTrainedTokenizerBase  # the command line imports it only when needed
 
 
 Message = Mapping[str, Any]
@@ -21,7 +21,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a prompt rather than a list of them."""
+    """Return whether this is one prompt rather than a list of them."""
     return isinstance(prompts, str) or (
         isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
     )
@@ -30,7 +30,8 @@ def is_one_prompt(prompts: Any) -> bool:
 def encode_prompt(
     tokenizer: "PreTrainedTokenizerBase | None", prompt: Prompt, *, thinking: bool | None = None
 ) -> list[int]:
-    """The token ids of a string, of a list of token ids as it is, or of chat messages through the chat template."""
+    """Return the token ids of a string or of chat messages through the chat template; a list of token ids is returned
+    unchanged."""
     if prompt and all(isinstance(part, int) for part in prompt):
         return list(cast(Sequence[int], prompt))
     is_chat = not isinstance(prompt, str) and all(isinstance(part, Mapping) for part in prompt)
@@ -67,7 +68,7 @@ def own_template(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool = Fal
 
 
 def find_template(tokenizer: "PreTrainedTokenizerBase", choice: str | Path) -> str:
-    """Return the chat template that ``choice`` says: the name of one of the tokenizer's, or a file of Jinja."""
+    """Return the chat template that ``choice`` names: one of the tokenizer's, or a file in Jinja."""
     own = tokenizer.chat_template or {}
     named: Mapping[str, str] = own if isinstance(own, Mapping) else {"default": own}
     if (template := named.get(str(choice))) is not None:
@@ -89,7 +90,7 @@ def check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool | None =
 
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str | bool:
-    """What tells chat templates apart; ``False`` for a base model."""
+    """Return an identifier of the chat template; ``False`` for a base model."""
     template = check_template(tokenizer)
     return template is not None and hashlib.sha256(template.encode()).hexdigest()[:16]
 
@@ -105,11 +106,11 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     template: str | None = None,
 ) -> str:
-    """The text of ``messages``, by default with the opening of the assistant's answer.
+    """Return the text of ``messages``, by default with the opening of the assistant's answer.
 
     ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides. ``tools`` are functions in
     OpenAI's form. ``variables`` reach the template by their names. ``continue_final_message`` leaves the last message open.
-    ``template`` takes the place of the tokenizer's own. For a base model it is the text of the only message.
+    ``template`` replaces the tokenizer's own. For a base model the result is the text of the only message.
     """
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
@@ -139,7 +140,7 @@ def render_chat(
 
 
 def _text_of(content: object) -> str | None:
-    """The text of a message; its parts are joined. ``None`` is an answer that only calls tools."""
+    """Return the text of a message with its parts joined; ``None`` for an answer that only calls tools."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -157,7 +158,7 @@ def _text_of(content: object) -> str | None:
 
 
 def _as_it_is(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What a base model is given."""
+    """Return the prompt of a base model."""
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise InputError(
             "the target's tokenizer has no chat template, so it takes single prompts and no chats; send one user message, or "
@@ -167,15 +168,15 @@ def _as_it_is(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tokenize_rendered(tokenizer: "PreTrainedTokenizerBase", text: str | list[str]) -> list[Any]:
-    """Token ids of what :func:`render_chat` gave, of one text or of many: a template writes special tokens, and where there is
-    none the tokenizer adds them."""
+    """Return the token ids of one or many texts from :func:`render_chat`. A template writes special tokens itself; without one
+    the tokenizer adds them."""
     return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
 
 
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
 ) -> list[int]:
-    """The token ids of ``messages`` with the opening of the assistant's answer."""
+    """Return the token ids of ``messages`` with the opening of the assistant's answer."""
     token_ids = tokenize_rendered(tokenizer, render_chat(tokenizer, messages, thinking=thinking))
     if not token_ids:
         raise InputError("the prompt is empty; give at least one token to continue from")
@@ -183,9 +184,9 @@ def encode_chat(
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", stop_token_ids: set[int]) -> int | None:
-    """The token the target ends its turn with: the first stop token that the template writes after a response.
+    """Return the token that ends the target's turn: the first stop token that the template writes after a response.
 
-    Without such a token, or without a template, it is the tokenizer's own end of text.
+    Without such a token, or without a template, it is the tokenizer's end of text.
     """
     own: int | None = tokenizer.eos_token_id
     if not tokenizer.chat_template:

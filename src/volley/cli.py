@@ -1,4 +1,4 @@
-"""The command line: one subcommand a leaf. Heavy imports happen inside the commands, so ``--help`` is instant."""
+"""Command line: one function per subcommand. Heavy imports happen inside the commands, so ``--help`` is instant."""
 
 import json
 import os
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """``serve --engine vllm`` is a command of its own: most of its options are vLLM's, whose names may be ours too."""
+    """Command group in which ``serve --engine vllm`` is a command of its own: most of its options are vLLM's, and some share
+    our names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
@@ -66,7 +67,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which models to load, and where they run."""
+    """Options for the models and the device that runs them."""
 
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
@@ -78,31 +79,31 @@ class ModelOptions:
     device: str = "auto"
     """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
     weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
-    """How a CPU keeps the target's weights: bf16, or int8 and int4 codes of them, which change what the target computes; auto
-    is bf16, but codes for a GGUF file of codes."""
+    """Format of the target's weights on a CPU: bf16, or quantised to int8 or int4, which changes what the target computes;
+    auto is bf16, or quantised for a quantised GGUF file."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
-    draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
-    """How those of drafting are kept, the head among them: int8 and int4 are for a CPU, fp8 for a GPU. They change how much is
-    accepted, never what comes out. auto is the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products."""
+    draft_weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """Format of the drafter's weights and head: int8 and int4 are for a CPU. It changes acceptance, never the
+    output. auto is the target's quantisation, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
-    """Most CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
+    """Maximum number of CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
     tensor_parallel: bool = False
-    """Divide a target that fits no single device over the processes of torchrun; the first one answers."""
+    """Shard a target that fits no single device over the processes of torchrun; the first one answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """A server to measure instead of decoding here."""
+    """Options for measuring a server."""
 
     server: str | None = None
     """Measure this OpenAI-compatible server under load instead of decoding here."""
     rates: tuple[float, ...] = ()
-    """With --server: requests a second, arriving at random, instead of --concurrency at once."""
+    """With --server: requests per second, arriving at random, instead of --concurrency at once."""
     requests: int = 64
-    """With --server: requests at each level of load."""
+    """With --server: requests per level of load."""
     model: str | None = None
-    """With --server: model to ask; by default the one it has."""
+    """With --server: model to request; by default the only one it has."""
     api_key_env: str = "OPENAI_API_KEY"
     """With --server: environment variable that holds the key."""
 
@@ -110,7 +111,7 @@ class LoadOptions:
 def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
-    """The engine that the options describe. Where nothing imported transformers before, a part of that is left out."""
+    """Return the engine that the options describe. For speed, part of transformers is not imported unless it already was."""
     with quick_imports():
         import torch
 
@@ -140,22 +141,22 @@ def load_engine(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are sampled. What is left out is the model's own choice, or greedy."""
+    """Options for sampling. Omitted ones take the model's own values, or greedy decoding."""
 
     temperature: float | None = None
-    """0 is greedy, and the default where the model's generation config says nothing."""
+    """Sampling temperature; 0 is greedy, and the default if the model's generation config sets none."""
     top_p: float | None = None
-    """Keep the likeliest tokens of this total probability."""
+    """Keep the likeliest tokens with this total probability."""
     top_k: int | None = None
-    """Keep so many of the likeliest tokens; 0 keeps all."""
+    """Keep this many of the likeliest tokens; 0 keeps all."""
     min_p: float | None = None
-    """Keep tokens at least this share as likely as the likeliest."""
+    """Keep tokens with at least this share of the likeliest token's probability."""
     seed: int | None = None
-    """With it, the same answer is drawn again."""
+    """Seed with which the same answer is drawn again."""
     max_tokens: int | None = None
-    """Longest answer, in tokens."""
+    """Maximum tokens of an answer."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Options of sampling left out: auto takes what the model's generation config sets."""
+    """Defaults of sampling options: auto takes those of the model's generation config."""
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by name."""
@@ -187,12 +188,12 @@ def generate(
     decoding: DecodingConfig,
     capacity: CapacityConfig,
     sampling: SamplingOptions,
-    prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt to answer.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompt, messages or turns; answers are written as JSONL.")
+        Path | None, typer.Option(help="JSONL with prompt, messages or turns per row; answers are written as JSONL.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter that the drafter shall use.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter for the drafter.")] = None,
     diffusion: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
     ] = None,
@@ -200,16 +201,17 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; by default the template decides."),
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Name of one of the tokenizer's chat templates, or file of a Jinja template.")
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too; say how fast and whether the tokens were identical.")
+        bool,
+        typer.Option("--compare", help="Decode plainly too; report its speed and whether the tokens are identical."),
     ] = False,
 ) -> None:
-    """Answer a prompt, or a file of them; a terminal colours drafted text. Statistics go to standard error."""
+    """Answer a prompt or a file of prompts. A terminal colours drafted text. Statistics go to standard error."""
     _check_asked(prompt, prompts, compare=compare)
     if raw and (thinking is not None or chat_template is not None):
         option = "--thinking" if chat_template is None else "--chat-template"
@@ -250,13 +252,13 @@ def chat(
     decoding: DecodingConfig,
     capacity: CapacityConfig,
     sampling: SamplingOptions,
-    system: Annotated[str | None, typer.Option(help="How the model shall answer; /system changes it.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; /system changes it.")] = None,
     thinking: Annotated[
         bool | None,
-        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; left out, the template decides."),
+        typer.Option("--thinking/--no-thinking", help="Passed to the chat template; by default the template decides."),
     ] = None,
 ) -> None:
-    """Chat with a model in the terminal: answers as they come, their speed, and what of them was drafted. Pipes work too."""
+    """Chat with a model in the terminal: streamed answers, their speed, and which text was drafted. Pipes work too."""
     params = sampling.params(max_tokens=1024)
     engine = load_engine(models, decoding, capacity)
     from volley import console
@@ -272,7 +274,7 @@ def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> 
     if prompt == "":
         raise InputError("the prompt is empty; give at least one word to answer")
     if compare and prompts is not None:
-        raise ConfigError("--compare looks at one prompt; for many, use volley bench")
+        raise ConfigError("--compare takes one prompt; for many, use volley bench")
 
 
 def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") -> None:
@@ -287,7 +289,7 @@ def _compare_with_plain(engine: "Engine", asked: Any, params: "SamplingParams") 
 def _answer_file(
     engine: "Engine", conversations: list[Conversation], params: "SamplingParams", *, raw: bool, thinking: bool | None
 ) -> None:
-    """Answers as JSONL on standard output, a line about each on standard error."""
+    """Write answers as JSONL to standard output, and a line about each to standard error."""
     from volley import console
 
     answers = console.answer_all(engine, conversations, params, raw=raw, thinking=thinking)
@@ -322,11 +324,14 @@ def _print_comparison(engine: "Engine", compared: "Comparison", prompt: Any, *, 
 @app.command()
 @expand
 def demo(
-    threads: Annotated[int | None, typer.Option(help="Most CPU threads; by default torch's choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Maximum number of CPU threads; by default torch's choice.")
+    ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
     canvases: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
-    """Answer three questions with SmolLM2 or the bundled pair: τ, speed against plain decoding, and that tokens are the same."""
+    """Answer three questions with SmolLM2 or the bundled pair, and show τ, the speedup, and that the tokens equal plain
+    decoding's."""
     published = None if canvases else find_smollm2()
     target, drafter = published or ("reference-diffusion" if canvases else None, None)
     engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
@@ -357,9 +362,9 @@ def bench(
     load: LoadOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
-    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps what was measured.
+    """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps the results so far.
 
-    With --server: load on a server, its times to the first token and between tokens, and its throughput.
+    With --server: put load on a server and measure time to the first token, time between tokens, and throughput.
     """
     if load.server is not None:
         if models.target is not None or models.drafter is not None:
@@ -369,11 +374,11 @@ def bench(
     if on_command_line("model") or on_command_line("rates"):
         raise ConfigError("--model and --rates are of a server; name it with --server, or a model here with --target")
     make_folder(out)
-    config.load()  # what is wrong with prompts is said before a model is loaded, which may take minutes
+    config.load()  # report bad prompts before loading a model, which may take minutes
     largest = max(config.block_sizes, default=1)
     if largest > 1 and (
         models.drafter or models.target is None
-    ):  # blocks above the trained one are drafted if asked for here
+    ):  # blocks above the trained size are drafted if requested
         decoding = replace(decoding, block_size=largest)
     engine = load_engine(models, decoding, capacity)
     from volley import console
@@ -404,13 +409,13 @@ def bench(
 
 
 def _chosen(decoding: DecodingConfig, *always: str) -> dict[str, str]:
-    """Settings that are not the default, and those of the names given."""
+    """Return the settings that differ from the default, and those named in ``always``."""
     usual = asdict(DecodingConfig())
     return {name: str(value) for name, value in asdict(decoding).items() if name in always or value != usual[name]}
 
 
 def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
-    """Load on a server at each rate, or at the concurrency when no rate was given."""
+    """Measure a server at each rate, or at the given concurrency without rates."""
     from volley import console
     from volley.bench.load import LoadConfig, run_load, to_markdown
 
@@ -454,10 +459,10 @@ def serve(
     recalibration: RecalibrateConfig,
     engine: Annotated[
         Literal["volley", "vllm"],
-        typer.Option(help="Whose server to start. vllm has options of its own: volley serve --engine vllm --help."),
+        typer.Option(help="Server to start. vllm has its own options: volley serve --engine vllm --help."),
     ] = "volley",
 ) -> None:
-    """Serve a pair over HTTP, as OpenAI's API does; /dashboard shows what it is doing."""
+    """Serve a pair over HTTP with OpenAI's API; /dashboard shows its state."""
     assert engine == "volley"
     from volley.serve.model_file import override, read_models
 
@@ -467,7 +472,7 @@ def serve(
     for name, options in described.items():
         chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
         loaded = load_engine(chosen, *sizes)
-        from volley.serve.server import serve as run  # behind load_engine, as they import transformers too
+        from volley.serve.server import serve as run  # after load_engine, because this imports transformers too
         from volley.serve.service import Service
 
         services.append(Service(loaded, own, name))
@@ -489,7 +494,9 @@ def collect(
         list[str] | None,
         typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Model to ask of the endpoint; by default the one it has.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to request from the endpoint; by default its only one.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
     retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
     api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
@@ -497,7 +504,7 @@ def collect(
         bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
     ] = False,
 ) -> None:
-    """Collect the target's own responses to prompts: what volley train learns from. Run again to resume."""
+    """Collect the target's own responses to prompts as training data for volley train. Run again to resume."""
     from volley import console
     from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
@@ -543,9 +550,9 @@ def train(config: TrainConfig) -> None:
 @app.command()
 @expand
 def pilot(options: PilotOptions, models: ModelOptions) -> None:
-    """Train the pilot policy of a drafter: which block size suits a request, judged by the end of its prompt."""
+    """Train the pilot policy of a drafter, which chooses a request's block size by the end of its prompt."""
     for source in options.prompts:
-        load_prompts(source, options.data_dir, 1)  # what is wrong with them is said before a model is loaded
+        load_prompts(source, options.data_dir, 1)  # report bad prompts before loading a model
     engine = load_engine(models)
     from volley import console
     from volley.train.pilot import train_pilot
@@ -575,7 +582,7 @@ app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unk
 
 
 def main() -> None:
-    """Entry point: an error of volley's own is one line, not a traceback."""
+    """Run the command line, and print an error of volley's as one line without a traceback."""
     try:
         app()
     except VolleyError as error:

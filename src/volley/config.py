@@ -1,4 +1,4 @@
-"""The settings of an engine: how it decodes, and how much it does at once. Declared here once, with their help texts."""
+"""Settings of an engine: how it decodes and how much it does at once, each declared once with its help text."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 
 KVDtype = Literal["auto", "int8", "int4"]
-"""How K/V are kept: in the model's dtype, in 8 bits, or in 4 bits after a random rotation."""
+"""Format of K/V: the model's dtype, 8 bits, or 4 bits after a random rotation."""
 Verification = Literal["auto", "speculative", "match"]
 Schedule = Literal["cosine", "linear", "sqrt"]
 
@@ -16,22 +16,22 @@ Schedule = Literal["cosine", "linear", "sqrt"]
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig:
-    """How tokens are drafted: the settings that volley's engine and its plugin for vLLM share."""
+    """Settings of drafting, shared by volley's engine and its plugin for vLLM."""
 
     policy: str | Any | None = None
-    """What decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
+    """Policy that decides how much is drafted and verified: goodput (the default), goodput:drafts, feedback, pilot, fixed:8 or
     plain. Without a drafter goodput drafts by prompt lookup; plain drafts nothing."""
     denoising_steps: int = 1
-    """Denoising passes of the drafter for each block; 1 is DFlash."""
+    """Denoising passes of the drafter per block; 1 is DFlash."""
     denoising_schedule: Schedule = "cosine"
-    """How many draft positions each denoising pass reveals: cosine, linear or sqrt."""
+    """Schedule of the number of draft positions that each denoising pass reveals: cosine, linear or sqrt."""
     denoising_threshold: float | None = None
-    """With several denoising passes: each also reveals positions whose likeliest token has a higher probability, and a full block
-    ends them. By default the schedule alone decides."""
+    """Probability above which a denoising pass also reveals a position; a full block ends the passes. By default the schedule
+    alone decides."""
     draft_temperature: float | None = None
-    """Temperature at which drafts are drawn; by default the request's own. It changes speed, never the distribution."""
+    """Temperature of drafts; by default the request's own. It changes speed, never the distribution."""
     draft_window: int | None = None
-    """Tokens of context that the drafter sees, and keeps; 0 for all, by default what it was measured to need."""
+    """Tokens of context that the drafter sees and keeps; 0 for all, by default the number it was measured to need."""
 
     def __post_init__(self) -> None:
         if self.denoising_steps < 1:
@@ -59,37 +59,37 @@ class DraftingConfig:
     def largest_block(self, trained: int) -> int:
         """Return the largest block that is drafted: the drafter's own, which it was ``trained`` for, or a fixed policy's.
 
-        Positions beyond the trained block are masks like all others; they are guessed worse (DFlash, Table 7).
+        Positions beyond the trained block are masks like all others; their drafts are less accurate (DFlash, Table 7).
         """
         return max(trained, self.fixed_block)
 
     def given(self) -> list[str]:
-        """Names of the settings that are not the default."""
+        """Return the names of the settings that differ from the default."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
 
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(DraftingConfig):
-    """How tokens are drafted and verified. All choices are lossless; they differ in speed.
+    """Settings of drafting and verification. All choices are lossless; they differ in speed.
 
-    An engine takes another one between two steps (:meth:`volley.Engine.reconfigure`), except for where K/V live:
+    Settings can change between two steps (:meth:`volley.Engine.reconfigure`), except those that determine where K/V are stored:
     ``draft_window``, ``kv_dtype`` and ``draft_kv_dtype``.
     """
 
     block_size: int | None = None
-    """Tokens verified every cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
+    """Tokens verified per cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
     tree_nodes: int | None = None
-    """Verify the best tree of so many draft tokens, anchor included, instead of one chain. By default the policy decides."""
+    """Verify the best tree of this many draft tokens, anchor included, instead of one chain. By default the policy decides."""
     verification: Verification = "auto"
-    """For sampled requests: speculative, match, or auto: match for requests with a seed, whose answers must come again, and where
-    the distribution of the draft is not known; speculative sampling for all others."""
+    """Verification of sampled requests: speculative, match or auto. auto is match for requests with a seed, whose answers must
+    be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
     kv_dtype: KVDtype = "auto"
-    """How the target's K/V are kept; auto: in the models' data type. Another type changes what the target computes."""
+    """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
     draft_kv_dtype: KVDtype = "auto"
-    """How the drafter's K/V are kept."""
+    """Format of the drafter's K/V."""
     exact: bool = False
-    """Refuse a model, machine or setting with which a token's logits can depend on what else is in the pass."""
+    """Refuse a model, machine or setting for which a token's logits can depend on other requests in the pass."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,13 +130,14 @@ class DecodingConfig(DraftingConfig):
 
     @property
     def max_tree_nodes(self) -> int | None:
-        """Draft tokens of the tree that replaces each chain; 0: no trees, ``None``: the policy decides."""
+        """Return the maximum size of draft trees; 0: no trees, ``None``: the policy decides."""
         if self.tree_nodes is not None:
             return self.tree_nodes - 1
         return None if self.denoising_steps == 1 and self.verification != "speculative" else 0
 
     def matches(self, seed: int | None) -> bool:
-        """Whether a sampled request with this ``seed`` is verified by sample-and-match when it drafts a chain."""
+        """Return whether a sampled request with this ``seed`` is verified by sample-and-match (coupled sampling) when it
+        drafts a chain."""
         wants_repetition = self.verification == "auto" and seed is not None
         has_no_distribution = self.denoising_steps > 1 or self.tree_nodes is not None
         return self.verification == "match" or has_no_distribution or wants_repetition
@@ -145,26 +146,26 @@ class DecodingConfig(DraftingConfig):
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """How much an engine holds and does at once."""
+    """Settings of an engine's capacity."""
 
     max_running: int | None = None
     """Requests decoded at once; by default 64 on a CPU and 256 on a GPU."""
     max_batch_tokens: int | None = None
-    """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. Requests that draft sit out while prompts are due;
-    otherwise chains take part first, and prompts, trees and copies share what they leave."""
+    """Tokens of one target pass, by default 512 on a CPU and 4096 on a GPU. While prompts are due, drafting requests wait;
+    otherwise chains come first, and prompts, trees and prompt-lookup drafts share the rest."""
     page_size: int | None = None
-    """Tokens of a page of K/V; by default 16, or a multiple of the blocks of a model whose text attends both ways inside them."""
+    """Tokens per page of K/V; by default 16, or a multiple of the block of a model that attends both ways within blocks."""
     num_pages: int | None = None
-    """Pages that hold all K/V; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, and 0.9 of what a GPU has left."""
+    """Number of K/V pages; by default 64k tokens in 1 GiB or an eighth of a CPU's memory, or 0.9 of a GPU's free memory."""
     kv_mib: float | None = None
     """MiB of all K/V, target's and drafter's, instead of a number of pages."""
     prefix_caching: bool = True
-    """Let prompts that begin alike share pages."""
+    """Let prompts with a common prefix share pages."""
     num_states: int | None = None
-    """Recurrent states of a hybrid target, of running requests and of prefixes; by default up to 1 GiB."""
+    """Number of recurrent states of a hybrid target, for running requests and prefixes; by default up to 1 GiB."""
     cuda_graphs: bool = True
-    """Launch a small pass as one CUDA graph, captured at a server's start or when a pass of its size first comes; has a meaning
-    only on an NVIDIA GPU."""
+    """Launch a small pass as one CUDA graph, captured at a server's start or at the first pass of its size; only for NVIDIA
+    GPUs."""
 
     def __post_init__(self) -> None:
         if any(size is not None and size < 1 for size in (self.max_batch_tokens, self.max_running)):
@@ -172,7 +173,7 @@ class CapacityConfig:
         if self.page_size is not None and self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; a page holds at least 1 token")
         if self.kv_mib is not None and self.num_pages is not None:
-            raise ConfigError("kv_mib and num_pages both say what K/V take; give one of them")
+            raise ConfigError("kv_mib and num_pages both set the size of the K/V; give one of them")
         if self.kv_mib is not None and not self.kv_mib > 0:
             raise ConfigError(f"kv_mib is {self.kv_mib}; it must be more than 0")
         if self.num_states is not None and self.num_states < 2:
@@ -192,13 +193,13 @@ _DRAFTING_POLICIES = ("feedback", "goodput:drafts")
 
 
 def read_by_drafters(config: DecodingConfig) -> list[str]:
-    """Names of the settings that are given and that mean something only where something drafts."""
+    """Return the names of the given settings that only matter with a drafter."""
     policy = ["policy"] if config.policy in _DRAFTING_POLICIES else []
     return policy + [name for name in config.given() if name in _OF_DRAFTERS]
 
 
 def check_undrafted(names: Sequence[str]) -> None:
-    """Refuse settings of drafters, of these names, where there is none."""
+    """Refuse the given settings of drafting, because there is no drafter."""
     if names:
         canvases = " (passes over a canvas are max_steps among the diffusion settings)"
         raise ConfigError(
@@ -210,9 +211,9 @@ def check_undrafted(names: Sequence[str]) -> None:
 def split_options(
     options: Mapping[str, Any], config: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> tuple[DecodingConfig, CapacityConfig]:
-    """Both configs, of which one that is not given comes from options by name.
+    """Return both configs; a missing one is built from options by name.
 
-    ConfigError for an unknown option, with the nearest known one, and for one beside the config that it is a part of.
+    Raises ConfigError for an unknown option, with the nearest known one, and for an option given beside the config it belongs to.
     """
     ours, sizes = ({field.name for field in fields(kind)} for kind in (DecodingConfig, CapacityConfig))
     check_keys("engine option", options, ours | sizes)

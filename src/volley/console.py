@@ -1,4 +1,4 @@
-"""What the ``generate`` and ``demo`` commands show: streamed answers, their statistics, plain decoding beside them."""
+"""Output of the ``generate`` and ``demo`` commands: streamed answers, their statistics, and a comparison with plain decoding."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,20 +39,20 @@ SMOLLM2_PROMPTS = {
 DEMO_TOKENS = 128
 DEMO_TURNS = 3
 WARM_UP = SamplingParams(max_tokens=16)
-"""Lets the first call's one-time costs pass before anything is timed."""
+"""Parameters of a first call that absorbs one-time costs before anything is timed."""
 _CAUSAL_MODES: tuple[DiffusionMode, DiffusionMode] = ("self", "autoregressive")
 DRAFTED = "green"
 SKETCHED = "dim"
 
 
 class Paper:
-    """Text on a terminal, behind which something may stand that is taken back."""
+    """Terminal text followed by a sketch that can be erased."""
 
     def __init__(self, out: Console) -> None:
         self._out, self._column, self._rows = out, 0, -1
 
     def write(self, text: str, style: str = "") -> None:
-        """Text that stays, in place of what was sketched."""
+        """Replace the sketch by final text."""
         self._erase()
         text = text.expandtabs(8)
         self._out.print(Text(text, style=style), end="", soft_wrap=True)
@@ -63,10 +63,10 @@ class Paper:
         self._out.file.flush()
 
     def sketch(self, text: str) -> None:
-        """Text behind it, as much as the terminal shows, in place of what was sketched before."""
+        """Replace the sketch by ``text``, as much as the terminal can show."""
         self._erase()
         width, height = self._out.size
-        if self._column >= width:  # whether the terminal has begun the next row is not known
+        if self._column >= width:  # the terminal may or may not have begun the next row
             return
         rows, column = [""], self._column
         for letter in text.expandtabs(8):
@@ -88,7 +88,7 @@ class Paper:
 
 
 def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) -> GenerationResult:
-    """Print an answer as it comes; on a terminal, text the drafter had proposed is coloured, and drafts of a canvas are dim."""
+    """Print an answer as it arrives. On a terminal, drafted text is coloured and drafts of a canvas are dim."""
     chunks, paper = engine.stream(prompt, params), Paper(out)
     while True:
         try:
@@ -105,7 +105,7 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
 
 
 def describe(result: GenerationResult) -> str:
-    """One line about an answer."""
+    """Return one line about an answer."""
     stats = result.stats
     gain = f"{stats.tokens_per_pass:.2f} tokens a pass" if stats.denoising_steps else f"τ {stats.acceptance_length:.2f}"
     return (
@@ -116,7 +116,7 @@ def describe(result: GenerationResult) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same prompt decoded both ways, one after the other."""
+    """Results of one prompt decoded both ways, one after the other."""
 
     speculative: GenerationResult
     plain: GenerationResult
@@ -135,7 +135,7 @@ BUG = "The tokens were NOT identical to plain decoding's: this is a bug, please 
 
 
 def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> str | None:
-    """Why greedy tokens differ, if the target itself cannot tell; ``None`` where there is no tie."""
+    """Return why greedy tokens differ if the two tokens' logits tie, else ``None``."""
     mine, answer = compared.speculative.token_ids, compared.plain.token_ids
     at = first_difference(mine, answer)
     if at is None or at == min(len(mine), len(answer)):
@@ -150,14 +150,14 @@ def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> s
 
 
 def passes(engine: "Engine", results: Sequence[GenerationResult]) -> dict[str, list[float]]:
-    """What a line about answers of a diffusion language model says besides."""
+    """Return the additional figures for answers of a diffusion language model."""
     if engine.target.diffusion is None:
         return {}
     return {"tokens_per_pass": [result.stats.tokens_per_pass for result in results]}
 
 
 def check_comparable(engine: "Engine", params: SamplingParams) -> None:
-    """Refuse to compare what was never said to be equal."""
+    """Refuse a comparison whose outputs need not be equal."""
     if engine.procedures.mode(params) == "diffusion":
         verified = "add --diffusion mode=self to verify them, or " if "self" in engine.procedures.by_mode else ""
         raise ConfigError(
@@ -166,19 +166,19 @@ def check_comparable(engine: "Engine", params: SamplingParams) -> None:
 
 
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
-    """Decode with both engines, one after the other, with nothing cached: the turn of the median speedup."""
+    """Decode with both engines, one after the other, with nothing cached. Return the turn with the median speedup."""
     ways = (engine, params), (plain, replace(params, diffusion=None, draft_adapter=None))
     return median_turn([_compare(prompt, *ways) for _ in range(turns)])
 
 
 def compare_modes(engine: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
-    """A diffusion language model that drafts for itself, and that writes one token at a time."""
+    """Compare a diffusion language model that drafts for itself with one that writes one token at a time."""
     modes = [(engine, replace(params, diffusion=DiffusionParams(mode=mode))) for mode in _CAUSAL_MODES]
     return median_turn([_compare(prompt, *modes) for _ in range(turns)])
 
 
 def median_turn(turns: Sequence[Comparison]) -> Comparison:
-    """The turn of the median speedup; one whose tokens differ, if there is one."""
+    """Return the turn with the median speedup, or one whose tokens differ, if there is one."""
     ordered = sorted(turns, key=lambda turn: turn.speedup)
     return next((turn for turn in ordered if not turn.identical), ordered[len(ordered) // 2])
 
@@ -212,7 +212,7 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
 
 
 def demo(engine: "Engine", out: Console, prompts: Mapping[str, str] = DEMO_PROMPTS) -> bool:
-    """Stream three answers, measure both ways of decoding on each; False if tokens differed without a tie to explain it."""
+    """Stream three answers and measure both ways of decoding on each. Return False if tokens differed without a tie."""
     rows = _answer_each(
         prompts,
         lambda prompt, params: stream(engine, prompt, params, out),
@@ -226,8 +226,8 @@ def demo(engine: "Engine", out: Console, prompts: Mapping[str, str] = DEMO_PROMP
 
 
 def demo_diffusion(engine: "Engine", out: Console) -> bool:
-    """Paint three answers while they are denoised, then let the model draft for itself; False if that changed a token without a
-    tie to explain it."""
+    """Show three answers while they are denoised, then let the model draft for itself. Return False if that changed a token
+    without a tie."""
 
     def paint(prompt: list[Message], params: SamplingParams) -> None:
         canvases = DiffusionParams(mode="diffusion", stream_drafts=True)
@@ -237,7 +237,7 @@ def demo_diffusion(engine: "Engine", out: Console) -> bool:
 
     rows = _answer_each(DEMO_PROMPTS, paint, partial(compare_modes, engine), out)
     out.print(
-        "\nThe same model drafting a canvas and verifying it causally, beside one token at a time:\n", soft_wrap=True
+        "\nThe model drafts a canvas and verifies it causally, compared with one token at a time:\n", soft_wrap=True
     )
     return _report(engine, DEMO_PROMPTS, rows, out)
 
@@ -261,7 +261,7 @@ def _answer_each(
 
 
 def _report(engine: "Engine", prompts: Mapping[str, str], rows: dict[str, Comparison], out: Console) -> bool:
-    """The demo's prompts in a table; False if tokens differed without a tie to explain it."""
+    """Print the demo's results as a table. Return False if tokens differed without a tie."""
     out.print(comparison_table(rows))
     out.print(f"Each row is the median of {DEMO_TURNS} turns by its speedup.")
     explained = True
@@ -284,9 +284,9 @@ def answer_all(
     raw: bool,
     thinking: bool | None = None,
 ) -> Iterator[tuple[Conversation, list[Message], list[GenerationResult]]]:
-    """Answer every turn of every conversation, all conversations at once, turn by turn; yields them in order.
+    """Answer every turn of every conversation, all conversations at once, turn by turn, and yield them in order.
 
-    A conversation ends before a further turn for which there is no room.
+    A conversation ends before a turn that does not fit the context.
     """
     chats: list[list[Message]] = [list(c.messages) for c in conversations]
     results: list[list[GenerationResult]] = [[] for _ in conversations]
@@ -309,7 +309,7 @@ def answer_all(
 
 
 def progress(out: Console) -> Callable[["Progress"], None]:
-    """What prints how far a collection is, at once and then now and again: on a terminal over itself, elsewhere line by line."""
+    """Return a function that prints the progress of a collection at intervals: on a terminal in place, elsewhere line by line."""
     between, end = (0.2, "\r") if out.is_terminal else (10.0, "\n")
     shown = -between
 
@@ -323,7 +323,7 @@ def progress(out: Console) -> Callable[["Progress"], None]:
 
 
 def stdout() -> Console:
-    """Answers go to standard output as they are: no markup, no emoji codes, no highlighting."""
+    """Return a console for answers on standard output, without markup, emoji codes or highlighting."""
     return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
 
 

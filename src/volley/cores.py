@@ -1,8 +1,8 @@
-"""As many threads as other processes leave cores for.
+"""Number of threads by the cores that other processes leave free.
 
-A parallel loop ends with its slowest thread. Where one of them shares a core with another process, the others wait at the end of
-each loop until that process is put aside: beside a busy process two threads are slower than one. How much other processes compute
-is in Linux's ``/proc/stat``; elsewhere all threads are used.
+A parallel loop ends with its slowest thread. If one thread shares a core with another process, the others wait at the end of each
+loop until that process is descheduled: beside a busy process two threads are slower than one. Linux's ``/proc/stat`` reports how
+much other processes compute; on other systems all threads are used.
 """
 
 import math
@@ -16,25 +16,25 @@ from typing import NamedTuple
 
 import torch
 
-_SAMPLED = 0.1  # seconds between two looks at what others compute
-_PERIOD = 0.5  # seconds of computing over which that is averaged
-_PAUSE = 0.02  # seconds without computing: what others did meanwhile, perhaps in turns with this process, says nothing
+_SAMPLED = 0.1  # seconds between two measurements of other processes
+_PERIOD = 0.5  # seconds of computing over which they are averaged
+_PAUSE = 0.02  # seconds without computing after which a measurement is dropped: others may have used the pause
 _WATCHED = 0.05
-_TICK = 100  # of the system's clock in a second, as all its counters are given
+_TICK = 100  # ticks per second of the system's counters
 _ON_LINUX = sys.platform == "linux"
 
 
 class CpuTime(NamedTuple):
-    """Seconds of CPU time so far."""
+    """CPU time so far in seconds."""
 
     everyone: float
-    """Of all processes on the cores that this one may run on; without those that give way to it (``nice``)."""
+    """CPU time of all processes on the cores that this one may run on, except those with lower priority (``nice``)."""
     own: float
-    """Of this process."""
+    """CPU time of this process."""
 
 
 def read_cpu_time(stat: Path = Path("/proc/stat")) -> CpuTime | None:
-    """What was computed, to 10 ms, from the system's file of counters; ``None`` where there is none."""
+    """Return the CPU time, to 10 ms, from the system's counters; ``None`` if there are none."""
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
     except OSError:
@@ -49,7 +49,7 @@ def read_cpu_time(stat: Path = Path("/proc/stat")) -> CpuTime | None:
 
 
 class Cores:
-    """How many cores others leave to this process, from what they computed beside it of late."""
+    """Estimate of the cores that other processes leave to this one, from their recent CPU time."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Cores:
         read: Callable[[], CpuTime | None] = read_cpu_time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``count``: the cores that this process may run on."""
+        """Create the estimate. ``count`` is the number of cores that this process may run on."""
         self._count = count or (len(os.sched_getaffinity(0)) if _ON_LINUX else os.cpu_count() or 1)
         self._read, self._clock = read, clock
         self._ended = self._looked = -math.inf
@@ -65,7 +65,7 @@ class Cores:
         self._seconds = self._others = self._taken = 0.0
 
     def begin(self, most: int) -> int:
-        """How many threads to use of ``most`` for the work that begins now; :meth:`end` is called after it."""
+        """Return the number of threads, at most ``most``, for work that begins now; :meth:`end` is called after it."""
         now = self._clock()
         is_pause = now - self._ended > _PAUSE
         if is_pause or now - self._looked >= _SAMPLED:
@@ -75,11 +75,11 @@ class Cores:
         return max(min(most, int(self._count - self._taken + 0.5)), 1)
 
     def end(self) -> None:
-        """Note that work has ended."""
+        """Record that work has ended."""
         self._ended = self._clock()
 
     def watch(self, wait: Callable[[float], None] = time.sleep) -> None:
-        """See for a moment what others compute, before this process begins to."""
+        """Measure other processes briefly before this process begins to compute."""
         self._look(self._clock(), counts=False)
         wait(_WATCHED)
         self._seconds = self._others = 0.0
@@ -100,17 +100,18 @@ class Cores:
 
 
 CORES = Cores()
-"""Those of this process, whatever its threads do."""
+"""Estimate for this process, shared by all its threads."""
 _lowered: list[int] = []
-"""What PyTorch had in threads that use fewer at this moment. A new thread begins with fewer, though it may have as many."""
+"""PyTorch's number of threads in each thread that uses fewer at the moment. New threads inherit the smaller number, so this
+keeps the true one."""
 
 
 @contextmanager
 def shared_cores(*, watch: bool = False) -> Iterator[None]:
-    """Let PyTorch and volley's kernels use fewer threads inside where other processes keep cores busy.
+    """Let PyTorch and volley's kernels use fewer threads in this context if other processes keep cores busy.
 
-    The number that PyTorch has is the most. ``watch``: see first what others do, which takes 0.05 s. Where CUDA computes all
-    threads stay.
+    PyTorch's own number is the maximum. ``watch`` measures other processes first, which takes 0.05 s. If CUDA computes, the
+    number is unchanged.
     """
     most = max([torch.get_num_threads(), *_lowered])
     if most == 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

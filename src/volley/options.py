@@ -1,7 +1,7 @@
-"""Command-line options from a dataclass: every field is an option, its docstring the help, its default the default.
+"""Command-line options from a dataclass: every field is an option, with its docstring as help and its default.
 
-So an option is written once, where it is used. Tuples are comma-separated lists, and what may be one of several types is text.
-Each may also come from the environment, as ``VOLLEY_`` and its name in capitals.
+Each option is thus written once, where it is used. Tuples are comma-separated lists, and a union of types is read as text. Each
+option can also come from the environment, as ``VOLLEY_`` and its name in capitals.
 """
 
 import ast
@@ -24,25 +24,25 @@ from volley.errors import ConfigError
 
 PREFIX = "VOLLEY_"
 ALIKE = 0.85
-"""How alike two variables must be, of which one is taken for the other misspelt; the prefix counts."""
+"""Similarity, with the prefix, from which one variable counts as a misspelling of another."""
 
 
 _running: ContextVar[typer.Context] = ContextVar("running")
-"""The context of the command that runs."""
+"""Context of the running command."""
 
 
 class Without:
-    """``Annotated[Config, Without("name")]``: fields that are no options of this command; they keep their defaults."""
+    """Marker in ``Annotated[Config, Without("name")]``: fields that are no options of this command and keep their defaults."""
 
     def __init__(self, *names: str) -> None:
         self.names = frozenset(names)
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace every parameter of ``command`` that is a dataclass by options, one a field; all options may come from variables.
+    """Replace every dataclass parameter of ``command`` by one option per field; every option can come from the environment.
 
-    A field is left out, and keeps its default, where an earlier parameter or an earlier dataclass has an option of its name,
-    and where its dataclass comes :class:`Without` it.
+    A field is left out, and keeps its default, if an earlier parameter or dataclass has an option of its name, or if its
+    dataclass comes :class:`Without` it.
     """
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[Any, list[str]]] = {}
@@ -62,7 +62,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     own = next((parameter.name for parameter in parameters if parameter.annotation is typer.Context), None)
-    if own is None:  # a command has one context at most
+    if own is None:  # a command has at most one context
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("running", kind, annotation=typer.Context))
 
@@ -81,17 +81,17 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
     parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    del wrapper.__wrapped__  # or the signature of ``command`` would be found first
+    del wrapper.__wrapped__  # otherwise the signature of ``command`` would take precedence
     return wrapper
 
 
 def _unannotated(annotation: Any) -> tuple[Any, ...]:
-    """The type, then what ``Annotated`` notes beside it."""
+    """Return the type and the metadata of ``Annotated``."""
     return get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
 
 
 def field_docs(config_class: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, and of those that it derives from."""
+    """Return the docstring under each field of a dataclass and its base classes."""
     docs: dict[str, str] = {}
     for base in config_class.__bases__:
         if is_dataclass(base):
@@ -114,7 +114,7 @@ def _options(config_class: Any) -> list[inspect.Parameter]:
 def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
     default = field.default if field.default_factory is MISSING else field.default_factory()
     shown = _command_line_type(hint)
-    names = [f"--{field.name.replace('_', '-')}"] if default is False else []  # there is nothing to switch off
+    names = [f"--{field.name.replace('_', '-')}"] if default is False else []  # nothing to switch off
     if get_origin(hint) is tuple:
         doc += " Several are separated by commas, or given one by one."
     if isinstance(default, tuple):
@@ -138,20 +138,21 @@ def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:
 
 
 def _variable(name: str) -> str:
-    """The environment variable of an option."""
+    """Return the environment variable of an option."""
     return f"{PREFIX}{name.upper()}"
 
 
 def on_command_line(name: str) -> bool:
-    """Whether an option of the command that runs was given on the command line. A variable may be meant for other commands."""
+    """Return whether an option of the running command was given on the command line. A variable may be meant for other
+    commands."""
     source = _running.get().get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
-    """Say of each variable that neither an option nor ``others`` have, but whose name is nearly theirs, that it is not looked at.
+    """Warn about each variable that no option reads but whose name is close to an option's or one of ``others``.
 
-    Any other is left alone: who starts volley may have variables of that prefix for purposes of their own.
+    Other variables are ignored: users may have variables of that prefix for purposes of their own.
     """
     known = {*others, *_variables(command)}
     for name in sorted(environment):
@@ -161,14 +162,14 @@ def name_misspelt_variables(environment: Iterable[str], command: Any, *others: s
 
 
 def _variables(command: Any) -> Iterator[str]:
-    """Those of all options of a command, or of the commands of a group."""
+    """Yield the variables of all options of a command, or of the commands of a group."""
     yield from (option.envvar for option in command.params if option.envvar)
     for part in getattr(command, "commands", {}).values():
         yield from _variables(part)
 
 
 def _command_line_type(hint: Any) -> Any:
-    """The type to show: tuples and unions of several types are text, parsed by ``_parse`` or by the dataclass."""
+    """Return the type to show: tuples and unions are text, parsed by ``_parse`` or by the dataclass."""
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
         shown = members[0] if len(members) == 1 and get_origin(members[0]) is not tuple else str
@@ -180,7 +181,7 @@ def _parse(name: str, value: Any, hint: Any) -> Any:
     if get_origin(hint) is not tuple:
         return value
     kind, variable = get_args(hint)[0], os.environ.get(_variable(name), "")
-    text = variable if list(value) == variable.split() else ",".join(value)  # spaces may be in the names of files
+    text = variable if list(value) == variable.split() else ",".join(value)  # file names may contain spaces
     try:
         parts = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         if kind is float and not all(map(math.isfinite, parts)):

@@ -1,8 +1,7 @@
-"""Prompts from JSONL files and from datasets known by name, as conversations ready to be sent to a model.
+"""Prompts from JSONL files and named datasets, as conversations to send to a model.
 
-A row of a prompt file has ``prompt`` (one user message), ``messages`` (a chat that ends with a user message) or
-``turns`` (user messages, each answered before the next is sent). Datasets come from a folder of JSONL files or from the
-hub.
+A row of a prompt file has ``prompt`` (one user message), ``messages`` (a chat that ends with a user message) or ``turns`` (user
+messages, each answered before the next is sent). Datasets come from a folder of JSONL files or from the hub.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from volley.errors import ConfigError, InputError, unknown_key
 Message = dict[str, str]
 
 BUILTIN = "builtin"
-"""As a source: 200 prompts of six kinds of volley's own, a mixture in any part of them."""
+"""Source of 200 prompts of six types, written for volley; any part of them is a mixture."""
 _BUILTIN_FILE = Path(__file__).parent / "builtin_prompts.jsonl"
 _TEST_ROWS_OF_MBPP = range(11, 511)
 ROW_KEYS = ("prompt", "messages", "turns")
@@ -26,13 +25,14 @@ ROW_KEYS = ("prompt", "messages", "turns")
 
 @dataclass(frozen=True)
 class Conversation:
-    """``messages`` open the chat and end with the user's; each of ``turns`` follows once the last was answered."""
+    """Conversation to continue: ``messages`` end with the user's; each of ``turns`` follows once the previous one was
+    answered."""
 
     id: str
     messages: tuple[Message, ...]
     turns: tuple[str, ...] = ()
     row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Of a dataset: the whole row, with what an answer is judged by."""
+    """Whole row of a dataset, which holds what an answer is scored by."""
 
     @property
     def num_answers(self) -> int:
@@ -40,7 +40,7 @@ class Conversation:
 
     @property
     def raw(self) -> str:
-        """The bare text of a single prompt: what is fed to a model without a chat template."""
+        """Return the text of a single prompt for a model without a chat template."""
         if len(self.messages) != 1 or self.turns:
             raise InputError(f"prompt {self.id} is a chat; without a chat template only single prompts can be sent")
         return self.messages[0]["content"]
@@ -48,18 +48,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where a named dataset lives and how one of its rows becomes a conversation."""
+    """Location of a named dataset, and the conversion of its rows to conversations."""
 
     file: str
     column: str
     hub: tuple[str, str | None, str]
     """Repository, configuration and split on the hub."""
     evaluation: bool = True
-    """Kept for evaluation: nothing may be trained on it."""
+    """True if it is for evaluation only and must not be trained on."""
     test_rows: bool | None = None
-    """MBPP's file holds both sides of its split; this picks one by ``task_id``."""
+    """Part of MBPP to use: its file holds both sides of the split, told apart by ``task_id``."""
     prompt: Callable[[Mapping[str, Any]], str] | None = None
-    """Writes the prompt, where a column does not hold it."""
+    """Function that writes the prompt if no column holds it."""
 
     def has(self, row: Mapping[str, Any]) -> bool:
         return self.test_rows is None or (int(row["task_id"]) in _TEST_ROWS_OF_MBPP) == self.test_rows
@@ -69,13 +69,13 @@ GPQA_WRONG = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
 
 def gpqa_choices(row: Mapping[str, Any]) -> list[str]:
-    """The four answers to a question of GPQA in an order that depends on the question alone."""
+    """Return the four answers to a GPQA question in an order that depends only on the question."""
     choices = [str(row[key]).strip() for key in ("Correct Answer", *GPQA_WRONG)]
     return sorted(choices, key=lambda choice: hashlib.sha256(f"{row['Question']}\n{choice}".encode()).digest())
 
 
 def _gpqa_prompt(row: Mapping[str, Any]) -> str:
-    """As in OpenAI's simple-evals, which the papers use."""
+    """Return the prompt of OpenAI's simple-evals, which the papers use."""
     choices = "\n".join(f"{letter}) {choice}" for letter, choice in zip("ABCD", gpqa_choices(row), strict=True))
     return (
         "Answer the following multiple choice question. The last line of your response should be of the following format: "
@@ -85,13 +85,13 @@ def _gpqa_prompt(row: Mapping[str, Any]) -> str:
 
 
 def _mbpp_prompt(row: Mapping[str, Any]) -> str:
-    """With the tests, which alone name the function, as its authors ask."""
+    """Return the prompt with the tests, which alone name the function, as the dataset's authors ask."""
     tests = "\n".join(row.get("test_list") or ())
     return f"{row['text']} Your code should pass these tests:\n\n{tests}" if tests else str(row["text"])
 
 
 def _livecodebench_prompt(row: Mapping[str, Any]) -> str:
-    """As in LiveCodeBench's own runner (generic chat models)."""
+    """Return the prompt of LiveCodeBench's own runner (generic chat models)."""
     starter = row.get("starter_code") or ""
     how = (
         "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
@@ -134,7 +134,7 @@ DATASETS = {
 
 
 def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | None = None) -> list[Conversation]:
-    """The conversations of a JSONL file, of a dataset by name (from ``data_dir``, else from the hub), or ``builtin``."""
+    """Return the conversations of a JSONL file, of a dataset by name (from ``data_dir``, else from the hub), or ``builtin``."""
     path = Path(source)
     if str(source) == BUILTIN and not path.exists():
         path = _BUILTIN_FILE
@@ -151,7 +151,7 @@ def load_prompts(source: str | Path, data_dir: Path | None = None, limit: int | 
 
 
 def check_training(names: Iterable[str]) -> None:
-    """Refuse datasets that are kept for evaluation."""
+    """Refuse datasets that are for evaluation only."""
     for name in names:
         if name in DATASETS and DATASETS[name].evaluation:
             training = ", ".join(key for key, dataset in DATASETS.items() if not dataset.evaluation)
@@ -159,13 +159,13 @@ def check_training(names: Iterable[str]) -> None:
 
 
 def parse_row(row: Mapping[str, Any], where: str, row_id: str) -> Conversation:
-    """One row of a prompt file; ``where`` names it in errors."""
+    """Return one row of a prompt file as a conversation; ``where`` names it in errors."""
     given = [key for key in ROW_KEYS if key in row]
     if len(given) != 1:
         problem = f"has {' and '.join(given)}" if given else f"has only {', '.join(sorted(row)) or 'nothing'}"
         raise InputError(f"{where} {problem}; a prompt row has exactly one of {', '.join(ROW_KEYS)}")
     if row.get("tools"):
-        raise InputError(f"{where} has tools, which are not put into prompts here; leave the row out")
+        raise InputError(f"{where} has tools, which prompts here cannot contain; leave the row out")
     row_id = str(row.get("id", row.get("task_id", row.get("question_id", row_id))))
     value = row[given[0]]
     if given[0] == "prompt":
@@ -193,9 +193,9 @@ def _check_messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """``(line number, row)`` of each non-empty line."""
+    """Yield ``(line number, row)`` of each non-empty line."""
     try:
-        with path.open(encoding="utf-8-sig") as lines:  # editors on Windows put a mark first
+        with path.open(encoding="utf-8-sig") as lines:  # editors on Windows write a byte order mark
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Commands that make a drafter for a model, certify a pair, and say why one is slow. ``cli.py`` puts them on the command line."""
+"""Commands that tune a drafter, certify a pair, and diagnose one. ``cli.py`` adds them to the command line."""
 
 import json
 import os
@@ -32,10 +32,10 @@ _DEFAULT_PROMPTS = (
 
 @expand
 def tune(config: TuneConfig) -> None:
-    """From a model and its traffic to a certified drafter: collect, choose, train, measure, certify, export, report.
+    """Tune a drafter to a model and its traffic: collect, choose, train, measure, certify, export, report.
 
-    Run again to go on after a stop of any kind. Every option may come from the environment too: VOLLEY_MAX_MINUTES=20.
-    Exit code 1 where the pair's output was not found lossless.
+    Run again to resume after any stop. Every option can also come from the environment: VOLLEY_MAX_MINUTES=20. Exit code 1 if the
+    pair's output was not found lossless.
     """
     from volley.certify.certificate import read_certificate
     from volley.tune.run import tune as run
@@ -55,16 +55,17 @@ def certify(
     target: Annotated[str | None, typer.Option(help="Target: folder or hub name; by default the bundled one.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter: folder; the bundled target has its own.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompts to ask, of turns the first; by default a few of volley's own.")
+        Path | None,
+        typer.Option(help="JSONL of prompts (of turns, the first is used); by default a few of volley's own."),
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of both models.")] = "float32",
-    model: Annotated[str | None, typer.Option(help="With a URL: model to ask; by default the first it has.")] = None,
+    model: Annotated[str | None, typer.Option(help="With a URL: model to request; by default its first.")] = None,
     api_key_env: Annotated[str, typer.Option(help="With a URL: variable that holds the key.")] = "OPENAI_API_KEY",
     out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
 ) -> None:
-    """Is speculative output the target's own? A verdict, a report, and exit code 1 if it is not, or cannot be told.
+    """Check that speculative output is the target's own: a verdict, a report, and exit code 1 unless it is found lossless.
 
-    For a pair here, for a diffusion language model that drafts for itself, or for any OpenAI-compatible server as a black box.
+    The subject is a pair here, a diffusion language model that drafts for itself, or any OpenAI-compatible server as a black box.
     """
     from volley.certify.certificate import to_html
     from volley.prompts import load_prompts
@@ -72,7 +73,7 @@ def certify(
     if url is not None and (target is not None or drafter is not None):
         raise ConfigError("a server has its models already; leave --target and --drafter out")
     if plain is not None and url is None:
-        raise ConfigError("--plain is compared with a server; give that server's URL too")
+        raise ConfigError("--plain is the reference of a server; give that server's URL too")
     if model is not None and url is None:
         raise ConfigError("--model names a server's model; give the server's URL too, or --target for a pair here")
     make_folder(out)
@@ -83,7 +84,7 @@ def certify(
 
         if any(len(messages) > 1 for messages in asked):
             raise ConfigError(
-                f"{prompts} has chats of several messages, and a server is asked to complete texts; give rows of 'prompt', "
+                f"{prompts} has chats of several messages, and a server completes texts; give rows of 'prompt', "
                 "or certify the pair here with --target and --drafter"
             )
         key, texts = os.environ.get(api_key_env), [messages[0]["content"] for messages in asked]
@@ -127,19 +128,17 @@ def doctor(
     data: Annotated[
         list[Path], typer.Option(help="Responses of volley collect to prompts like those served; may be repeated.")
     ],
-    temperature: Annotated[float | None, typer.Option(help="Temperature that is served.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Block size that is served, anchor included.")] = None,
-    decode: Annotated[
-        bool, typer.Option(help="Decode the prompts too: real τ, and whether the prefix cache costs any.")
-    ] = True,
+    temperature: Annotated[float | None, typer.Option(help="Temperature of the served requests.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Block size in service, anchor included.")] = None,
+    decode: Annotated[bool, typer.Option(help="Decode the prompts too: measure τ, and check the prefix cache.")] = True,
     metrics: Annotated[
         str | None,
-        typer.Option(help="A server of the pair, volley's or vLLM's: its acceptance by position is compared."),
+        typer.Option(help="Server of the pair, volley's or vLLM's, whose acceptance by position is compared."),
     ] = None,
 ) -> None:
-    """Why is acceptance low? What is wrong with a pair, likeliest first, and what to do; nothing for a healthy one.
+    """Explain low acceptance: list what is wrong with a pair, likeliest first, with the remedies; nothing for a healthy pair.
 
-    Exit code 1 where something is found.
+    Exit code 1 if something is found.
     """
     from volley.doctor.counters import read_counters
     from volley.doctor.diagnosis import Doctor
@@ -166,10 +165,11 @@ def doctor(
 @expand
 def presets(
     target: Annotated[
-        str | None, typer.Option(help="Derive one from this target's config: folder or hub name.")
+        str | None, typer.Option(help="Derive the settings from this target's config: folder or hub name.")
     ] = None,
 ) -> None:
-    """Where volley train and tune begin for each family of models, for some targets by name, or for one target."""
+    """Show the initial settings of volley train and tune for each family of models, for some targets by name, or for one
+    target."""
     from volley.train.presets import FAMILIES, TARGETS, preset_named, read_preset
 
     if target is not None:

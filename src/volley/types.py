@@ -1,4 +1,4 @@
-"""What passes between the layers: sampling parameters, proposals, verdicts and results."""
+"""Data passed between the layers: sampling parameters, proposals, verdicts and results."""
 
 import hashlib
 import json
@@ -27,15 +27,14 @@ Strategy = Literal[
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class DiffusionParams:
-    """How a diffusion language model answers one request. ``None`` is the checkpoint's own setting (``docs/diffusion.md``).
+    """Options of a diffusion language model for one request. ``None`` is the checkpoint's own setting (``docs/diffusion.md``).
 
-    ``mode``: by denoising canvases, one token at a time, or by drafting with the one and verifying with the other (``self``).
-    ``canvas_length`` tokens are denoised together in at most ``max_steps`` passes. ``strategy`` says which tokens a pass
-    reveals: those with a probability above ``threshold``, of which ``sub_block`` limits where they are looked for; a fixed
-    number; the leftmost; or as many as ``entropy_bound`` (nats) allows. ``editing`` replaces revealed tokens where another is
-    likelier than ``edit_threshold``. ``entropy_renoise`` is DiffusionGemma's: temperatures from ``t_max`` to ``t_min``, until
-    the best tokens have been the same for ``stability_threshold`` passes and the mean entropy is below
-    ``confidence_threshold``.
+    ``mode``: denoise canvases, decode one token at a time, or draft with canvases and verify token by token (``self``).
+    ``canvas_length`` tokens are denoised together in at most ``max_steps`` passes. ``strategy`` selects the tokens that a pass
+    reveals: those with a probability above ``threshold`` within the current ``sub_block``; a fixed number; the leftmost; or as
+    many as ``entropy_bound`` (nats) allows. ``editing`` replaces a revealed token if another one's probability exceeds
+    ``edit_threshold``. ``entropy_renoise`` is DiffusionGemma's strategy: temperatures from ``t_max`` to ``t_min``, until the best
+    tokens have not changed for ``stability_threshold`` passes and the mean entropy is below ``confidence_threshold``.
     """
 
     mode: DiffusionMode | None = None
@@ -51,7 +50,7 @@ class DiffusionParams:
     stability_threshold: int | None = None
     confidence_threshold: float | None = None
     stream_drafts: bool | None = None
-    """Show what stands on the canvas after each pass, in a stream: :class:`CanvasDraft`."""
+    """Stream the canvas after each pass as a :class:`CanvasDraft`."""
 
     def __post_init__(self) -> None:
         for name in [own.name for own in fields(self)]:
@@ -75,13 +74,13 @@ class DiffusionParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """From settings by name; an unknown one is an error that names the nearest known."""
+        """Create the options from settings by name; an error for an unknown one names the nearest known."""
         check_keys("diffusion setting", values, [field.name for field in fields(cls)])
         return cls(**values)
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> Self:
-        """From words such as ``threshold=0.8``."""
+        """Create the options from words such as ``threshold=0.8``."""
         values: dict[str, Any] = {}
         for word in words:
             name, equals, value = word.partition("=")
@@ -94,7 +93,7 @@ class DiffusionParams:
         return cls.from_mapping(values)
 
     def over(self, defaults: "DiffusionParams") -> "DiffusionParams":
-        """These settings, and those of ``defaults`` where nothing was said."""
+        """Return these settings, with ``defaults`` for those not set."""
         said = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
         return replace(defaults, **said)
 
@@ -121,22 +120,26 @@ _LEAST = {
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Names are OpenAI's where OpenAI has one.
+    """Sampling parameters of one request, with OpenAI's names where it has them.
 
-    ``temperature`` 0 is greedy, and so is anything below 1e-5, which logits could not be divided by. ``top_k`` 0, ``top_p`` 1
-    and ``min_p`` 0 keep every token. ``seed`` ``None`` draws one.
-    ``stop`` strings end the text before they appear in it, or before tokens that they spell and that the text does not show;
-    ``stop_token_ids`` add to the model's own end tokens, which
-    ``ignore_eos`` switches off; the text shows none of them. Without ``skip_special_tokens`` it shows other special tokens.
-    ``logprobs`` records the log-probability of each chosen token under the target's
-    unmodified distribution, and of the ``top_logprobs`` likeliest beside it. ``prompt_logprobs`` (``None``: none) does the
-    same for every token of the prompt but the first, with so many of the likeliest; such a prompt takes nothing from the
-    prefix cache. ``max_tokens`` 0 only reads the prompt. ``presence_penalty`` and
-    ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens the output has, ``repetition_penalty`` (1: none)
-    divides those of tokens that prompt or output have, ``logit_bias`` maps token ids to what is added to their logits.
-    ``draft_temperature`` (``None``: the same as ``temperature``) and ``draft_adapter`` (the name of an adapter that the engine
-    has loaded; ``None``: the drafter as it is) change speed, never the distribution. Requests of a lower ``priority`` are
-    served first, and lose their pages last.
+    ``temperature`` 0 is greedy, and so is anything below 1e-5, by which logits cannot be divided. ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 keep every token. ``seed`` ``None`` draws one. ``max_tokens`` 0 only reads the prompt.
+
+    ``stop`` strings end the text before they appear in it, or before tokens that spell them but are hidden from the text.
+    ``stop_token_ids`` add to the model's own end tokens, which ``ignore_eos`` switches off; the text hides them. Without
+    ``skip_special_tokens`` the text shows other special tokens.
+
+    ``logprobs`` records the log-probability of each chosen token under the target's unmodified distribution, and those of the
+    ``top_logprobs`` likeliest. ``prompt_logprobs`` (``None``: none) does so for every prompt token but the first, with that many
+    of the likeliest; such a prompt does not use the prefix cache.
+
+    ``presence_penalty`` and ``frequency_penalty`` (each in [-2, 2]) lower the logits of tokens in the output.
+    ``repetition_penalty`` (1: none) divides those of tokens in prompt or output. ``logit_bias`` maps token ids to values added to
+    their logits.
+
+    ``draft_temperature`` (``None``: equal to ``temperature``) and ``draft_adapter`` (name of an adapter that the engine has
+    loaded; ``None``: none) change speed, never the distribution. Requests of a lower ``priority`` are served first and preempted
+    last.
     """
 
     temperature: float = 0.0
@@ -156,16 +159,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and bias; a mapping will do."""
+    """Pairs of token id and bias; a mapping is converted."""
     draft_temperature: float | None = None
     draft_adapter: str | None = None
     priority: int = 0
     grammar: Grammar | None = None
-    """What the whole text must be. The request ends where the text is complete, or by the model's end token where it may be."""
+    """Constraint on the whole text. The request ends when the text is complete, or at the model's end token where the text may
+    end."""
     rules: tuple[Any, ...] = ()
-    """Makers of token rules of one's own: ``make(prompt, vocab_size, device)`` gives a ``TokenRule`` (``decode/rules.py``)."""
+    """Factories of custom token rules: ``make(prompt, vocab_size, device)`` returns a ``TokenRule`` (``decode/rules.py``)."""
     diffusion: DiffusionParams | None = None
-    """For diffusion language models; a mapping will do."""
+    """Options of diffusion language models; a mapping is converted."""
 
     def __post_init__(self) -> None:
         given: object = self.stop
@@ -214,7 +218,7 @@ class SamplingParams:
                 raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}; it must be {want}")
 
     def _take_numbers(self) -> None:
-        """Whole numbers of other kinds, such as NumPy's, become Python's; tokens of biases may be texts, as in JSON."""
+        """Convert other integer types, such as NumPy's, to Python's. Token ids in biases may be strings, as in JSON."""
         try:
             if self.seed is not None:
                 object.__setattr__(self, "seed", operator.index(self.seed))
@@ -231,25 +235,26 @@ class SamplingParams:
 
     @property
     def distribution(self) -> tuple[float | None, ...]:
-        """What turns logits into a distribution, for target and drafter; requests that share it are sampled together."""
+        """Return the parameters that turn logits into a distribution, for target and drafter. Requests that share them are
+        sampled together."""
         return self.temperature, self.top_k, self.top_p, self.min_p, self.draft_temperature
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token keeps its place in the distribution."""
+        """Return whether no truncation removes tokens from the distribution."""
         return self.top_k <= 0 and self.top_p >= 1 and self.min_p <= 0
 
     @property
     def is_penalised(self) -> bool:
-        """Whether any penalty changes logits."""
+        """Return whether any penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     def within(self, room: int) -> "SamplingParams":
-        """The parameters of an answer that there is room for: of ``room`` tokens at most."""
+        """Return the parameters of an answer of at most ``room`` tokens."""
         return self if self.max_tokens <= room else replace(self, max_tokens=room)
 
     def for_choice(self, index: int) -> "SamplingParams":
-        """The parameters of one of several answers to a prompt: the same, with a seed of its own. 0 keeps the request's."""
+        """Return the parameters of answer ``index`` to a prompt, which differ in the seed. Index 0 keeps the request's seed."""
         if self.seed is None or index == 0:
             return self
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
@@ -258,12 +263,12 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Late:
-    """A draft that only the device knows yet (``decode/late.py``)."""
+    """Draft that is still on the device (``decode/late.py``)."""
 
     token_ids: Tensor
-    """``[k]``"""
+    """Token ids ``[k]``."""
     confidence: Tensor | None = None
-    """``[k]`` in double precision, or ``None`` where nobody asks for it."""
+    """Probabilities ``[k]`` in double precision, or ``None`` if not requested."""
 
     def first(self, size: int) -> "Late":
         return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
@@ -271,27 +276,27 @@ class Late:
 
 @dataclass(slots=True)
 class Proposal:
-    """What the drafter proposes to follow one request's anchor.
+    """Draft of the tokens that follow one request's anchor.
 
-    ``token_ids`` ``[k]``; ``draft_probs`` ``[k, n]`` is the distribution each token was drawn from given the ones before
-    it, after temperature and truncation, over the tokens ``drafted [n]`` or the whole vocabulary; ``None`` when no such
-    distribution is known (multi-step denoising, trees) or needed (greedy). ``parents [k]`` makes the tokens a tree:
-    ``parents[i]`` is what token i follows, 0 for the anchor and ``j + 1`` for token ``j < i``. ``None``: every token follows
-    the one before it.
+    ``token_ids`` ``[k]`` are the draft tokens. ``draft_probs`` ``[k, n]`` is the distribution that each token was drawn from
+    given the ones before it, after temperature and truncation, over the tokens ``drafted [n]`` or the whole vocabulary. It is
+    ``None`` when no such distribution is known (multi-step denoising, trees) or needed (greedy). ``parents [k]`` makes the tokens
+    a tree: ``parents[i]`` is the parent of token i, 0 for the anchor and ``j + 1`` for token ``j < i``. ``None``: every token
+    follows the one before it.
     """
 
     token_ids: list[int]
     draft_probs: Tensor | None = None
     parents: tuple[int, ...] | None = None
     confidence: list[float] = field(default_factory=list)
-    """The drafter's largest probability in each slot, in its first pass, if it was asked for. In a greedy walk it is the
-    probability given the token before, among the candidates. In a tree it is each node's probability, ancestors included."""
+    """Largest probability of the drafter at each draft position, in its first pass, if requested. In a greedy walk it is the
+    probability given the previous token, among the candidates. In a tree it is each node's probability, ancestors included."""
     late: Late | None = None
-    """Where the tokens are until the host has read them; ``token_ids`` are zeros till then."""
+    """Tokens on the device until the host has read them; ``token_ids`` are zeros until then."""
     drafted: Tensor | None = None
 
     def first(self, size: int) -> "Proposal":
-        """The first tokens of a chain. What is known of the confidences stays known of all."""
+        """Return the first tokens of a chain. The confidences of all tokens are kept."""
         known, late = self.draft_probs, self.late
         probs = None if known is None else known[:size]
         return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, late=late and late.first(size))
@@ -299,11 +304,11 @@ class Proposal:
 
 @dataclass(slots=True)
 class Lattice:
-    """The candidates of every slot of one block, and each one's logit after every candidate of the slot before.
+    """Candidates at every position of one block, and each one's logit after every candidate at the position before.
 
-    ``tokens [k, C]`` are distinct within a slot. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
-    ``tokens[i, j]`` after ``tokens[i − 1, c]``; in slot 0, which follows the anchor, all c are alike. ``[k, 1, C]`` where no
-    slot depends on the one before.
+    ``tokens [k, C]`` are distinct within a position. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
+    ``tokens[i, j]`` after ``tokens[i − 1, c]``; at position 0, which follows the anchor, it is equal for all c. The shape is
+    ``[k, 1, C]`` if no position depends on the one before.
     """
 
     tokens: NDArray[np.int64]
@@ -312,23 +317,23 @@ class Lattice:
 
 @dataclass(slots=True)
 class Verdict:
-    """What verification keeps of one proposal: ``accepted`` draft tokens, then the target's own next token."""
+    """Result of verifying one proposal: ``accepted`` draft tokens, then the target's own next token."""
 
     accepted: int
     token_ids: list[int]
-    """The accepted draft tokens followed by the bonus token: ``accepted + 1`` tokens."""
+    """Accepted draft tokens and the bonus token: ``accepted + 1`` tokens."""
     path: tuple[int, ...] | None = None
-    """The accepted nodes of a tree, numbered as in ``Proposal.parents``; ``None`` for a chain, which keeps its first tokens."""
+    """Accepted nodes of a tree, numbered as in ``Proposal.parents``; ``None`` for a chain, which keeps its first tokens."""
 
 
 @dataclass
 class GenerationStats:
-    """Where the time of one request went. Seconds are wall time of the steps the request took part in."""
+    """Statistics of one request. Seconds are wall time of the steps in which it took part."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     accepted_lengths: list[int] = field(default_factory=list)
     """Tokens gained by each decoding cycle, bonus token included."""
     block_sizes: list[int] = field(default_factory=list)
@@ -336,53 +341,54 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     walk_seconds: float = 0.0
-    """The part of ``draft_seconds`` that a sequential head takes. On a GPU a lattice waits there for the drafter to finish, and a
-    walk is only started."""
+    """Part of ``draft_seconds`` that a sequential head takes. On a GPU, for a lattice it includes the wait for the drafter,
+    and for a walk only the launch."""
     verify_seconds: float = 0.0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     preemptions: int = 0
     denoising_steps: int = 0
-    """Passes that denoised a canvas of this request."""
+    """Number of passes that denoised a canvas of this request."""
     commit_passes: int = 0
-    """Passes of a diffusion request behind its prompt that denoised nothing: they committed a block, or verified a draft."""
+    """Number of passes of a diffusion request after its prompt that denoised nothing: they committed a block or verified a
+    draft."""
     canvas_steps: list[int] = field(default_factory=list)
-    """Passes over each canvas whose tokens came out."""
+    """Number of passes over each canvas whose tokens were output."""
     first_tokens: int = 1
-    """Output tokens that came together after ``time_to_first_token``: more than one from a canvas."""
+    """Number of output tokens at ``time_to_first_token``: more than one from a canvas."""
     last_tokens: int = 0
-    """Output tokens of the last pass that brought any."""
+    """Number of output tokens of the last pass that yielded any."""
 
     def add(self, draft: float, walk: float, verify: float) -> None:
-        """The seconds of one more decoding cycle."""
+        """Add the seconds of one decoding cycle."""
         self.draft_seconds += draft
         self.walk_seconds += walk
         self.verify_seconds += verify
 
     @property
     def canvases(self) -> int:
-        """Canvases whose tokens came out, without drafts of mode ``self``."""
+        """Number of canvases whose tokens were output, without drafts of mode ``self``."""
         return len(self.canvas_steps)
 
     @property
     def acceptance_length(self) -> float:
-        """τ: mean tokens gained per cycle of draft and verification, bonus token included; 1.0 is plain decoding."""
+        """Mean tokens gained per cycle of draft and verification (τ), bonus token included; 1.0 is plain decoding."""
         return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 1.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens gained per target pass behind the prompt; of a request without a canvas τ."""
+        """Tokens gained per target pass after the prompt; τ for a request without a canvas."""
         passes = self.denoising_steps + self.commit_passes
         return self.output_tokens / passes if passes else self.acceptance_length
 
     @property
     def tokens_per_forward(self) -> float:
-        """Output tokens per denoising pass, commits not counted: transformers' definition; 0 without a canvas."""
+        """Output tokens per denoising pass without commits, as transformers defines it; 0 without a canvas."""
         return self.output_tokens / self.denoising_steps if self.denoising_steps else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Output tokens behind those that came first, per second after these; all per second where all came at once."""
+        """Output tokens after the first ones per second after these; if all came at once, all tokens per second."""
         seconds, tokens = self.total_seconds - self.time_to_first_token, self.output_tokens - self.first_tokens
         if tokens == 0 and self.first_tokens > 1:
             return self.output_tokens / self.total_seconds
@@ -391,46 +397,46 @@ class GenerationStats:
 
 @dataclass
 class GenerationResult:
-    """One finished request."""
+    """Result of one finished request."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stats: GenerationStats
     logprobs: list[float] | None = None
-    """Log-probability (natural) of each output token, if asked for."""
+    """Natural log-probability of each output token, if requested."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """The likeliest tokens and their log-probabilities where each output token stands, if asked for."""
+    """Likeliest tokens and their log-probabilities at each output token, if requested."""
     prompt_logprobs: list[float] | None = None
-    """Log-probability of each prompt token but the first, given those before it, if asked for."""
+    """Log-probability of each prompt token except the first, given those before it, if requested."""
     prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-    """The likeliest tokens where each of these stands."""
+    """Likeliest tokens at each of these prompt tokens."""
     error: str | None = None
-    """Why the request ended, if ``finish_reason`` is "error": its logits are not finite. The tokens before are right."""
+    """Error message if ``finish_reason`` is "error": the logits were not finite. The tokens before are correct."""
 
 
 MASKED = "░"
-"""Stands for a mask in the text of a draft."""
+"""Character shown for a mask in a draft's text."""
 
 
 @dataclass(frozen=True)
 class CanvasDraft:
-    """What stands on a canvas behind the text so far; all of it may still change."""
+    """Current canvas after the text so far; all of it may still change."""
 
     step: int
-    """Passes over the canvas so far."""
+    """Number of passes over the canvas so far."""
     text: str
-    """Masks are shown as :data:`MASKED`."""
+    """Text of the canvas, with masks as :data:`MASKED`."""
     token_ids: list[int | None]
-    """``None`` where a mask stands."""
+    """Token ids of the canvas; ``None`` for a mask."""
 
 
 @dataclass
 class TextChunk:
-    """A piece of streamed text. ``from_draft`` tells whether its tokens had been drafted, or found in the text.
+    """Piece of streamed text. ``from_draft`` is true if its tokens were drafted, by the drafter or by prompt lookup.
 
-    With ``DiffusionParams(stream_drafts=True)`` chunks come after other passes too: without text, but with a ``draft``, where it
-    is another than the one before. It takes that one's place, and gives way to the next chunk.
+    With ``DiffusionParams(stream_drafts=True)`` chunks follow other passes too: without text, but with a ``draft`` that differs
+    from the previous one. Each draft replaces the previous one and is replaced by the next chunk.
     """
 
     text: str

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, StableLmConfig, StableLmForCausalLM
+from transformers import Cohere2Config, StableLmConfig, StableLmForCausalLM
 from typer.testing import CliRunner
 
 from tests import hybrid
 from tests.conftest import byte_tokenizer
+from tests.models.families import FUSED, OTHERS
 from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.tiles import needs_kernels
 from tests.tiny import SHAPE, VOCAB
@@ -18,6 +19,8 @@ from volley.cli import app
 from volley.engine.exactness import foresee_exactness
 from volley.files import REFERENCE
 from volley.models.diagnosis import diagnose
+
+FAMILIES = {**FUSED, **OTHERS}
 
 
 @needs_kernels
@@ -31,7 +34,7 @@ def test_the_bundled_target_is_exact(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(("shared", "begins"), [(2, "no: "), (3, "not known before it is loaded (")])
 def test_another_family_is_not(tmp_path: Path, shared: int, begins: str) -> None:
-    config = Gemma2Config(
+    config = Cohere2Config(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=64,
@@ -39,16 +42,22 @@ def test_another_family_is_not(tmp_path: Path, shared: int, begins: str) -> None
         num_attention_heads=4,
         num_key_value_heads=shared,
         head_dim=16,
-        architectures=["Gemma2ForCausalLM"],
+        architectures=["Cohere2ForCausalLM"],
     )
     config.save_pretrained(tmp_path)
     assert foresee_exactness(tmp_path).startswith(begins)
 
 
-def test_experts_and_recurrent_layers_are_not(tmp_path: Path) -> None:
-    for config, part in (random_model("qwen3moe").config, "experts"), (hybrid.CONFIGS["lfm2"](), "recurrent layers"):
-        config.save_pretrained(tmp_path)
-        assert foresee_exactness(tmp_path) == f"no: PyTorch's operations run its {part}"
+def test_recurrent_layers_are_not(tmp_path: Path) -> None:
+    hybrid.CONFIGS["lfm2"]().save_pretrained(tmp_path)
+    assert foresee_exactness(tmp_path) == "no: PyTorch's operations run its recurrent layers"
+
+
+@needs_kernels
+@pytest.mark.parametrize(("model_type", "begins"), [("qwen3_moe", "yes, with bf16"), ("qwen2_moe", "no: not all of ")])
+def test_experts_are_unless_some_are_shared(tmp_path: Path, model_type: str, begins: str) -> None:
+    FAMILIES[model_type]().save_pretrained(tmp_path)
+    assert foresee_exactness(tmp_path).startswith(begins)
 
 
 def test_layers_that_would_be_refused_are_a_problem(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from volley.decode.rules import TokenRule
 from volley.engine import capacity
 from volley.errors import NonFiniteError
 from volley.memory.device import Device
-from volley.models.targets.diffusion import SDAR
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.models.targets.families import SDAR
 from volley.models.targets.target import Target
 from volley.proposers.scripted import ScriptedProposer
 

@@ -1,4 +1,4 @@
-"""The benchmark report as one HTML file that asks nothing of the network: plots are PNGs inside it."""
+"""Benchmark report as one self-contained HTML file with plots as embedded PNGs."""
 
 import base64
 import html
@@ -78,7 +78,7 @@ def image(figure: "Figure") -> str:
 
 
 def _panels(summaries: list[Summary]) -> tuple["Figure", list[tuple[Any, list[Summary]]]]:
-    """One panel for each dataset and temperature."""
+    """Return a figure with one panel per dataset and temperature."""
     from matplotlib.figure import Figure
 
     places = list(dict.fromkeys((summary.dataset, summary.temperature) for summary in summaries))
@@ -140,7 +140,7 @@ def _time_plot(summaries: list[Summary]) -> "Figure":
     figure, panels = _panels(own)
     for axes, group in panels:
         labels = [s.case.label for s in group]
-        # Plain decoding has no drafts, and all of its cycle is the target's pass.
+        # Plain decoding drafts nothing: its whole cycle is the target's pass.
         draft = [s.draft_ms for s in group]
         verify = [min(s.verify_ms, s.cycle_ms) for s in group]
         rest = [max(0.0, s.cycle_ms - d - v) for s, d, v in zip(group, draft, verify, strict=True)]

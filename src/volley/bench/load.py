@@ -1,4 +1,4 @@
-"""Load on any OpenAI-compatible server: so many requests at once (closed loop), or so many a second (open loop, Poisson)."""
+"""Load test of any OpenAI-compatible server: fixed concurrency (closed loop), or a fixed request rate (open loop, Poisson)."""
 
 import asyncio
 import contextlib
@@ -32,38 +32,38 @@ DECIDED_BY_ENGINES = (
     "draft_models",
     "score",
 )
-"""Options of a benchmark that mean nothing to a server."""
+"""Options of a benchmark that do not apply to a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig:
-    """What is asked of a server, and how often. Requests take turns through the prompts."""
+    """Requests of a load test. Prompts are used in turn."""
 
     url: str
     model: str | None = None
-    """By default the only one the server has."""
+    """Model to request; by default the server's only one."""
     api_key: str | None = None
     concurrencies: tuple[int, ...] = ()
     rates: tuple[float, ...] = ()
-    """Requests a second; those of a rate start whether or not earlier ones are done."""
+    """Requests per second; requests start whether or not earlier ones have ended."""
     requests: int = 64
-    """At each level of load."""
+    """Requests at each level of load."""
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     raw: bool = False
-    """Send prompts as texts to be continued, not as chats."""
+    """Send prompts as texts to complete, not as chats."""
     ignore_eos: bool = False
     thinking: bool | None = None
-    """``enable_thinking`` of the chat template."""
+    """Value of ``enable_thinking`` for the chat template."""
     timeout: float = 600.0
 
     @classmethod
     def of(cls, bench: BenchConfig, **options: Any) -> Self:
-        """What a benchmark says of requests; an option that a server cannot be told is an error."""
+        """Return the load test for a benchmark's options. Options that do not apply to a server raise an error."""
         usual, own = asdict(BenchConfig()), asdict(bench)
         if given := [f"--{name.replace('_', '-')}" for name in DECIDED_BY_ENGINES if own[name] != usual[name]]:
-            raise ConfigError(f"--server decodes as it was started; leave {', '.join(given)} out")
+            raise ConfigError(f"--server has its own settings; leave {', '.join(given)} out")
         if len(bench.temperatures) > 1:
             raise ConfigError("--server is measured at one temperature; give one with --temperatures")
         asked = {name: own[name] for name in ("max_tokens", "seed", "raw", "ignore_eos", "thinking")}
@@ -87,36 +87,37 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request as its client saw it; seconds from when it was sent."""
+    """One request as its client saw it. Times are in seconds since it was sent."""
 
     started: float
-    """Since the level began."""
+    """Start in seconds since the level began."""
     first: float
-    """To the first text."""
+    """Seconds to the first text."""
     total: float
     gaps: list[float]
-    """Between the arrivals of chunks of text. One chunk may hold a whole accepted block."""
+    """Seconds between arrivals of text. One chunk may hold a whole accepted block."""
     tokens: int
     acceptance_length: float | None = None
-    """Of an answer from canvases, and of drafts from them, its tokens per pass."""
+    """Tokens per pass of an answer from canvases or from drafts made of canvases."""
     has_canvases: bool = False
     error: str | None = None
 
     @property
     def seconds_per_token(self) -> float:
-        """Without the first token and its time. Tokens of a canvas come at once: there, all time over all tokens."""
+        """Return the time per token, without the first token and its time. Tokens of a canvas arrive at once; then it is all
+        time per all tokens."""
         return self.total / self.tokens if self.has_canvases else (self.total - self.first) / (self.tokens - 1)
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of load, finished or interrupted."""
+    """Results of one load level, complete or interrupted."""
 
     label: str
     seconds: float
     samples: list[Sample]
     counted: float | None = None
-    """The acceptance length by the server's own counters, where it has vLLM's."""
+    """Acceptance length from the server's counters, if it exports vLLM's."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -127,7 +128,7 @@ class Level:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Rates of the whole level; percentiles in seconds over the requests that succeeded."""
+        """Return rates over the whole level, and percentiles in seconds over successful requests."""
         good = [sample for sample in self.samples if sample.error is None]
         taus = [sample.acceptance_length for sample in good if sample.acceptance_length is not None]
         per_token = [sample.seconds_per_token for sample in good if sample.tokens > 1]
@@ -145,7 +146,7 @@ class Level:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median, 90th and 99th percentile; zeros of nothing."""
+    """Return the median, 90th and 99th percentile; zeros for no values."""
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist() if values else (0.0, 0.0, 0.0)
     return {"p50": p50, "p90": p90, "p99": p99}
 
@@ -153,9 +154,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def run_load(
     config: LoadConfig, conversations: Sequence[Conversation], progress: Callable[[str, int], None] | None = None
 ) -> list[Level]:
-    """Every level in turn, after a token of each prompt: levels ask the same prompts, and servers remember them.
+    """Run every level after a warm-up of one token per prompt: levels share prompts, and servers cache them.
 
-    Ctrl-C ends the run and keeps what was measured; then there are fewer levels, or fewer samples of the last.
+    Ctrl-C ends the run and keeps the results so far; then levels, or samples of the last level, are missing.
     """
     levels: list[Level] = []
     with contextlib.suppress(KeyboardInterrupt):
@@ -193,9 +194,9 @@ async def run_level(
     progress: Callable[[str, int], None],
     levels: list[Level],
 ) -> None:
-    """One level of load, appended to ``levels`` even if it is interrupted.
+    """Run one load level and append it to ``levels`` even if it is interrupted.
 
-    ``kind`` says what ``load`` is: ``closed``, requests at once; ``open``, requests a second.
+    ``kind`` gives the meaning of ``load``: ``closed``, concurrent requests; ``open``, requests per second.
     """
     label = f"{load:g} at once" if kind == "closed" else f"{load:g} a second"
     before = await _speculated(config, client)
@@ -220,7 +221,7 @@ async def run_level(
 
 
 async def _speculated(config: LoadConfig, client: httpx.AsyncClient) -> tuple[float, float]:
-    """Drafts verified and draft tokens accepted so far, by vLLM's counters; zeros where the server has none."""
+    """Return the verified drafts and accepted draft tokens so far from vLLM's counters; zeros if the server has none."""
     try:
         text = (await client.get(f"{config.base_url.removesuffix('/v1')}/metrics")).text
     except httpx.HTTPError:
@@ -233,7 +234,7 @@ async def _closed(ask: Callable[[int], Any], requests: int, concurrency: int) ->
     numbers = iter(range(requests))
 
     async def client() -> None:
-        for number in numbers:  # one iterator for all: each takes the next request
+        for number in numbers:  # one iterator for all workers: each takes the next request
             await ask(number)
 
     await asyncio.gather(*(client() for _ in range(concurrency)))
@@ -309,7 +310,7 @@ async def _ask(config: LoadConfig, client: httpx.AsyncClient, body: dict[str, An
 
 
 def _text(choice: dict[str, Any]) -> Any:
-    """What a chunk brings of an answer: text, reasoning or a call of a tool."""
+    """Return a chunk's part of the answer: text, reasoning or a tool call."""
     delta = choice.get("delta") or {}
     return choice.get("text") or any(
         delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")

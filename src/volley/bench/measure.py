@@ -1,7 +1,7 @@
-"""Run the cases of a benchmark in turn, prompt by prompt, in one process, and record what each run did.
+"""Run the cases of a benchmark in turn, prompt by prompt, in one process, and record each run.
 
-Machines drift: a case measured after another sees a hotter or busier one. So all cases run on a prompt before the next
-prompt is looked at, and which of them goes first rotates. What is kept is one ``Record`` a run, for ``report.py``.
+The speed of a machine drifts. So all cases run on a prompt before the next prompt, and the first case rotates. Each run yields
+one ``Record`` for ``report.py``.
 """
 
 import resource
@@ -22,12 +22,12 @@ from volley.types import DiffusionParams, GenerationResult, SamplingParams
 
 WARM_UP_TOKENS = 24
 IsTie = Callable[[Sequence[int], Sequence[int], Sequence[int]], bool]
-"""Prompt, answer, plain decoding's other answer: do they part where the target cannot tell the two tokens apart?"""
+"""Function of prompt, answer and plain decoding's answer: return whether they part at a tie of the target's logits."""
 
 
 @dataclass
 class Record:
-    """One run of one case over one group of prompts (a single one unless ``concurrency`` is more)."""
+    """One run of one case on one group of prompts (a single prompt unless ``concurrency`` is larger)."""
 
     dataset: str
     prompt: str
@@ -43,22 +43,22 @@ class Record:
     """Wall time to the first token of any prompt in the group."""
     draft_seconds: float = 0.0
     walk_seconds: float = 0.0
-    """The part of ``draft_seconds`` that a sequential head takes."""
+    """Part of ``draft_seconds`` that a sequential head takes."""
     verify_seconds: float = 0.0
     accepted_lengths: list[int] = field(default_factory=list)
     block_sizes: list[int] = field(default_factory=list)
     cycles: int = 0
-    """Decoding cycles of the group: of its longest request."""
+    """Number of decoding cycles of the group's longest request."""
     identical: float | None = None
     """Share of tokens equal to plain decoding's of the same prompt, at temperature 0."""
     differing: int = 0
-    """Answers that differ from plain decoding's at temperature 0; those of peers too."""
+    """Number of answers, also from peers, that differ from plain decoding's at temperature 0."""
     ties: int = 0
-    """Of those that differ: how many part where the two tokens' logits tie to within rounding."""
+    """Number of differing answers that part at two logits equal to within rounding."""
     scored: int = 0
-    """Answers that were judged."""
+    """Number of judged answers."""
     right: int = 0
-    """Of those judged."""
+    """Number of judged answers that are right."""
 
     @property
     def decode_tokens(self) -> int:
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass
 class TimedResults:
-    """What a runner hands back for one group: each prompt's result and the group's wall time."""
+    """Result of a runner for one group: each prompt's result and the group's wall time."""
 
     results: list[GenerationResult]
     seconds: float
@@ -84,7 +84,7 @@ Runner = Callable[[Sequence[list[int]], SamplingParams], TimedResults]
 
 
 class BenchEngine(Protocol):
-    """The part of ``Engine`` that measuring needs."""
+    """Part of ``Engine`` that measuring needs."""
 
     config: DecodingConfig
     drafter: Any
@@ -95,17 +95,17 @@ class BenchEngine(Protocol):
 
 
 def configure(engine: BenchEngine, case: Case, policy: Policy | None) -> None:
-    """Let ``engine`` decode as ``case`` says, with ``policy`` where the case names one; K/V stay where they live."""
+    """Configure ``engine`` to decode as ``case`` says, with ``policy`` if the case names one. K/V memory is kept."""
     own = engine.config
     places = {name: getattr(own, name) for name in ("draft_window", "kv_dtype", "draft_kv_dtype")}
     engine.reconfigure(replace(case.decoding, policy=policy, **places))
 
 
 def engine_runner(engine: BenchEngine, case: Case, diffusion: DiffusionParams | None = None) -> Runner:
-    """Decode with volley as ``case`` says, with nothing left in the prefix cache from another run.
+    """Return a runner that decodes with volley as ``case`` says, with an empty prefix cache.
 
-    What a policy has learnt it keeps from run to run, as in an engine that serves. ``diffusion`` is how a diffusion language
-    model answers.
+    A policy keeps what it has learnt between runs, as in a serving engine. ``diffusion`` are the parameters of a diffusion
+    language model.
     """
     name = case.decoding.policy
     policy = make_policy(name, engine.drafter) if name else None
@@ -123,14 +123,14 @@ def engine_runner(engine: BenchEngine, case: Case, diffusion: DiffusionParams | 
 
 @dataclass
 class Measurements:
-    """All that was recorded; ``partial`` when it was interrupted."""
+    """All records; ``partial`` if the run was interrupted."""
 
     records: list[Record] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Peers that could not run, and why."""
+    """Peers that could not run, with the reasons."""
     partial: bool = False
     exit_code: int = 0
-    """Of the command: 130 after Ctrl-C, 2 after an error."""
+    """Exit code of the command: 130 after Ctrl-C, 2 after an error."""
     peak_memory_bytes: int = 0
 
 
@@ -142,10 +142,10 @@ def measure(
     is_tie: IsTie,
     progress: Callable[[Record, int, int], None] | None = None,
 ) -> Measurements:
-    """Run everything; Ctrl-C ends it early and keeps what was measured, and so does a prompt that does not fit.
+    """Run everything. Ctrl-C, or a prompt that does not fit, ends the run and keeps the results so far.
 
-    ``runners`` must hold ``PLAIN``: its answers are what a conversation's further turns follow, for all cases. ``is_tie``
-    says whether two differing answers part where the target cannot tell their tokens apart.
+    ``runners`` must hold ``PLAIN``, whose answers continue the conversations for all cases. ``is_tie`` returns whether two
+    differing answers part at a tie of the target's logits.
     """
     assert PLAIN in runners, "plain decoding is what every case is compared with"
     measured = Measurements()
@@ -200,7 +200,7 @@ def _dataset_runs(
     runners: dict[Case, Runner],
     is_tie: IsTie,
 ) -> Iterator[list[Record]]:
-    """Records of one group of prompts at a time, all cases of it."""
+    """Yield the records of one group of prompts at a time, for all cases."""
     cases = list(runners)
     params = config.params(temperature, repeat)
     for start in range(0, len(conversations), config.concurrency):
@@ -280,7 +280,7 @@ def _count_differences(
 
 
 def identical_share(results: Sequence[GenerationResult], references: Sequence[GenerationResult]) -> float:
-    """Share of positions holding the same token; a position that only one of the two has counts as different."""
+    """Return the share of positions with the same token; positions that only one result has count as different."""
     same = total = 0
     for result, reference in zip(results, references, strict=True):
         same += sum(a == b for a, b in zip(result.token_ids, reference.token_ids, strict=False))
@@ -289,6 +289,6 @@ def identical_share(results: Sequence[GenerationResult], references: Sequence[Ge
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size this process has had."""
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,7 +1,7 @@
-"""transformers' own ``generate`` as a peer: plain, prompt lookup, and its DFlash speculation on the same weights.
+"""transformers' ``generate`` as a peer: plain, prompt lookup, and its DFlash speculation on the same weights.
 
-transformers has no class for z-lab's checkpoints, but one of the same architecture under another name and layout: a
-drafter is handed over by building that class and renaming two weights.
+transformers has no class for z-lab's checkpoints, but one of the same architecture with other names and layout. A drafter is
+converted by building that class and renaming two weights.
 """
 
 import time
@@ -24,7 +24,7 @@ LOOKUP_TOKENS = 10
 
 
 class _Listener(BaseStreamer):  # type: ignore[misc]
-    """Notes when the first token came and how many came at once; ``generate`` hands the prompt over first."""
+    """Streamer that records the arrival of the first token and the size of each batch; ``generate`` sends the prompt first."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -46,7 +46,7 @@ def transformers_runners(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[Case, Runner], list[str]]:
-    """Runners for what transformers can do with these weights, and a note on each thing it cannot."""
+    """Return runners for what transformers supports with these weights, and a note on each thing it does not."""
     model = load_causal_lm(path, dtype, "sdpa").to(device).eval()
     runners = {
         Case("transformers"): _runner(model, tokenizer, stop_token_ids, {}),
@@ -63,14 +63,14 @@ def transformers_runners(
     dflash = _runner(model, tokenizer, stop_token_ids, {"assistant_model": assistant, "speculation_type": "dflash"})
     try:
         dflash([[0, 1]], SamplingParams(max_tokens=assistant.config.block_size + 2))
-    except Exception as error:  # whatever another library raises is a fact to report, not ours to pass on
+    except Exception as error:  # an error of another library is a result to report
         return runners, [f"transformers-dflash: generate failed on this target: {type(error).__name__}: {error}"]
     runners[Case("transformers-dflash", DecodingConfig(block_size=assistant.config.block_size))] = dflash
     return runners, []
 
 
 def to_transformers(drafter: Drafter) -> PreTrainedModel:
-    """The drafter as the class that transformers' DFlash generation drives; ``ValueError`` if it cannot be."""
+    """Return the drafter as the class of transformers' DFlash generation. Raises ``ValueError`` if that is impossible."""
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
     problems = obstacles(drafter.config, "transformers")
@@ -120,7 +120,7 @@ def _runner(
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """The same sampling parameters in transformers' words."""
+    """Return the sampling parameters as arguments of transformers."""
     if params.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     return {

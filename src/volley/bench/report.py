@@ -1,4 +1,4 @@
-"""Sum up the records of a benchmark: one ``Summary`` per dataset, temperature and case; table, Markdown and JSON."""
+"""Summary of benchmark records per dataset, temperature and case, as table, Markdown and JSON."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with the quartiles around it."""
+    """Median and quartiles."""
 
     median: float
     low: float
@@ -40,34 +40,34 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one case did on one dataset at one temperature. Speeds count tokens and time after the first token."""
+    """Results of one case on one dataset at one temperature. Speeds exclude the first token and its time."""
 
     dataset: str
     temperature: float
     case: Case
     runs: int
     tokens_per_second: Spread
-    """Spread over the repeats; the speed of a repeat is all its tokens by all its seconds."""
+    """Spread over the repeats. A repeat's speed is its total tokens per total time."""
     end_to_end_tokens_per_second: float
     speedup: float
-    """Plain decoding's time per token by this case's, over all prompts and repeats."""
+    """Ratio of plain decoding's time per token to this case's, over all prompts and repeats."""
     speedup_per_prompt: Spread
-    """The same ratio for single runs, each against the plain run of its prompt in the same repeat."""
+    """Spread of the ratio over single runs, each against the plain run of its prompt in the same repeat."""
     acceptance_length: float
     """τ: tokens per verified block, bonus token included."""
     draft_ms: float
-    """Per cycle, like ``verify_ms`` and ``cycle_ms``; ``cycle_ms`` is wall time, so it includes what neither covers."""
+    """Time per cycle, like ``verify_ms`` and ``cycle_ms``. ``cycle_ms`` is wall time and includes all other work."""
     verify_ms: float
     cycle_ms: float
     first_token_ms: Spread
     identical: float | None
     """Share of tokens equal to plain decoding's, at temperature 0."""
     walk_ms: float = 0.0
-    """The part of ``draft_ms`` that a sequential head takes."""
+    """Part of ``draft_ms`` that a sequential head takes."""
     differing: int = 0
-    """Runs whose answer differs from plain decoding's."""
+    """Number of runs whose answer differs from plain decoding's."""
     ties: int = 0
-    """How many of them part where the two tokens' logits tie to within rounding."""
+    """Number of differing runs that part at two logits equal to within rounding."""
     accuracy: float | None = None
     """Share of judged answers that are right."""
     acceptance_by_position: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Summary:
 
     @property
     def efficiency(self) -> float:
-        """Share of τ that becomes speed: speedup ÷ τ. 1 would be free drafting and verification."""
+        """Return the share of τ that becomes speed: speedup ÷ τ. It is 1 if drafting and verification are free."""
         return self.speedup / self.acceptance_length if self.acceptance_length else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Summary:
 
 
 def summarise(records: list[Record]) -> list[Summary]:
-    """Summaries in the order of the records; with several datasets, those of all together last."""
+    """Return summaries in the order of the records. With several datasets, totals come last."""
     datasets = list(dict.fromkeys(record.dataset for record in records))
     summaries = []
     for dataset in datasets + [ALL] * (len(datasets) > 1):
@@ -105,7 +105,7 @@ def _place(record: Record) -> tuple[str, str, int]:
 
 
 def _rate(records: Iterable[Record]) -> float:
-    """Tokens per second after the first token."""
+    """Return the tokens per second after the first token."""
     records = list(records)
     seconds = sum(record.decode_seconds for record in records)
     return sum(record.decode_tokens for record in records) / seconds if seconds > 0 else 0.0
@@ -153,7 +153,7 @@ def _summarise(
 
 def _acceptance_by_position(runs: list[Record]) -> list[float]:
     cycles = [pair for r in runs for pair in zip(r.accepted_lengths, r.block_sizes, strict=False)]
-    full = max((size for _, size in cycles), default=1)  # blocks are cut short near the end of an answer
+    full = max((size for _, size in cycles), default=1)  # blocks are shorter near the end of an answer
     accepted = [length for length, size in cycles if size == full]
     decoding = runs[0].case.decoding
     depth = min(full, decoding.block_size) if decoding.tree_nodes and decoding.block_size else full
@@ -197,7 +197,7 @@ def to_markdown(summaries: list[Summary]) -> str:
 
 
 def to_tables(summaries: list[Summary]) -> "list[Table]":
-    """For a terminal: speeds, then times, so that neither is too wide."""
+    """Return tables for a terminal: speeds, then times, so that neither is too wide."""
     return [
         _table(summaries, [name for name in _shown(summaries) if name not in TIMES]),
         _table(summaries, [*PLACE, *TIMES]),
@@ -205,7 +205,7 @@ def to_tables(summaries: list[Summary]) -> "list[Table]":
 
 
 def _shown(summaries: list[Summary]) -> list[str]:
-    """The columns, without that of accuracy where no answer was judged."""
+    """Return the columns, without accuracy if no answer was judged."""
     return [name for name in COLUMNS if name != "accuracy" or any(s.accuracy is not None for s in summaries)]
 
 
@@ -224,7 +224,7 @@ def _table(summaries: list[Summary], columns: list[str]) -> "Table":
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of the machine."""
 
     def installed(package: str) -> str:
         try:
@@ -253,13 +253,13 @@ def _cpu_model() -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished (or interrupted) benchmark."""
+    """Results of a benchmark, complete or interrupted."""
 
     config: BenchConfig
     measurements: Measurements
     machine: dict[str, Any]
     models: dict[str, str]
-    """What was run: names of target and drafter, data type, device."""
+    """Names of target and drafter, data type and device."""
 
     @property
     def summaries(self) -> list[Summary]:

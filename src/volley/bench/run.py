@@ -1,4 +1,4 @@
-"""A whole benchmark: load the workload, set up the cases on an engine and the peers beside it, measure, report."""
+"""Benchmark run: load the workload, set up the engine's cases and the peers, measure, report."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ from volley.types import DiffusionParams
 
 
 def without_drafter(engine: Engine) -> Engine:
-    """An engine on the same weights that only decodes plainly: a diffusion language model writes one token at a time.
+    """Return an engine on the same weights that decodes plainly; a diffusion language model then writes one token at a time.
 
-    ``engine`` itself with block size 1 would still keep the drafter's cache up to date: too slow a baseline.
+    ``engine`` itself with block size 1 would still update the drafter's K/V, which makes the baseline too slow.
     """
     can_draft = engine.proposer is not None or engine.pacing.policy.uses_lookup
     if not can_draft and engine.target.diffusion is None:
@@ -42,7 +42,7 @@ def without_drafter(engine: Engine) -> Engine:
 
 
 def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Runner]:
-    """A runner on the same weights for which another drafter drafts: ``tokens`` tokens, or its own block."""
+    """Return a runner on the same target with another drafter, which drafts ``tokens`` tokens or its own block."""
     target, size = engine.target, 1 + tokens
     if holds_target(path):
         model = Target.from_pretrained(path, target.dtype, target.device)
@@ -58,7 +58,7 @@ def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Ru
 def _beside(
     engine: Engine, proposer: Proposer | None = None, drafter: Drafter | None = None, policy: str | None = None
 ) -> Engine:
-    """With as many pages as ``engine``, or as its pool has left room for on a GPU."""
+    """Return a second engine with as many pages as ``engine``, or as many as the GPU's memory still allows."""
     capacity, config = engine.capacity, DecodingConfig(policy=policy, kv_dtype=engine.config.kv_dtype)
     if engine.target.device.type != "cpu":
         free = CapacityConfig(**{**asdict(capacity), "num_pages": None})
@@ -75,7 +75,7 @@ def run_bench(
 ) -> Report:
     """Measure ``engine`` as ``config`` says. ``models`` names what it runs; peers load the same ``models["path"]``.
 
-    How the engine drafts is put back afterwards.
+    The engine's drafting settings are restored afterwards.
     """
     family = engine.target.diffusion
     is_diffusion = family is not None
@@ -83,7 +83,7 @@ def run_bench(
         raise ConfigError("peers decode causal LMs, and this target's folder has none; leave --against out")
     before, drafter = engine.config, engine.drafter
     if drafter is None and not is_diffusion and not config.policies:
-        config = replace(config, policies=(DEFAULT_POLICY,))  # as the engine decodes by itself
+        config = replace(config, policies=(DEFAULT_POLICY,))  # the engine's default policy
     workload = config.load()
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)
@@ -91,7 +91,7 @@ def run_bench(
     runners: dict[Case, Runner] = {
         case: engine_runner(plain if case == PLAIN else engine, case, causal) for case in cases
     }
-    if is_diffusion:  # canvases alone write another text: benchmarks/diffusion_curve.py has their quality and speed
+    if is_diffusion:  # canvases alone write another text; benchmarks/diffusion_curve.py measures them
         runners[SELF] = engine_runner(engine, SELF, DiffusionParams(mode="self"))
     runners |= dict(draft_model_runner(engine, path, config.draft_tokens) for path in config.draft_models)
     notes: list[str] = []

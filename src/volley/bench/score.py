@@ -1,7 +1,6 @@
-"""Is an answer right? Mathematics and choices by exact match, code by its tests, in a subprocess with limits.
+"""Scoring of answers: mathematics and multiple choice by exact match, code by its tests in a subprocess with limits.
 
-The limits keep a wrong program from taking the machine's time and memory. They are no sandbox: run answers of models that you
-would not trust on a machine of their own.
+The limits protect the machine's time and memory. They are no sandbox: run answers of untrusted models on a separate machine.
 """
 
 import base64
@@ -20,7 +19,7 @@ from typing import Any
 from volley.prompts import gpqa_choices
 
 SECONDS = 10
-"""CPU time of one program; it has twice that on the clock."""
+"""CPU time limit of one program in seconds; the wall-clock limit is twice that."""
 MEMORY = 2**30
 _LIMITS = f"""
 import resource
@@ -34,7 +33,7 @@ Row = Mapping[str, Any]
 
 
 def judge(dataset: str, row: Row, text: str) -> bool | None:
-    """Whether ``text`` answers a row of ``dataset``; ``None`` where nothing says what is right."""
+    """Return whether ``text`` answers a row of ``dataset`` correctly, or ``None`` if the row has no solution."""
     judged = _JUDGES.get(dataset)
     return None if judged is None or not row else judged(row, text.rpartition("</think>")[2])
 
@@ -43,7 +42,7 @@ def judge(dataset: str, row: Row, text: str) -> bool | None:
 
 
 def final_answer(text: str) -> str:
-    """What the last ``\\boxed`` holds, else the last number; normalised."""
+    """Return the content of the last ``\\boxed``, else the last number, normalised."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         depth, inside = 1, text[start + len("\\boxed{") :]
@@ -56,7 +55,7 @@ def final_answer(text: str) -> str:
 
 
 def normalised(answer: str) -> str:
-    """An answer without what may be written in several ways: spaces, units as text, kinds of fractions and brackets."""
+    """Return an answer without spelling variants: spaces, units as text, forms of fractions and brackets."""
     answer = re.sub(r"\\(?:text|mbox)\{[^{}]*\}", "", answer) if re.search(r"\d", answer) else answer
     answer = (
         re.sub(r"\\(?:left|right|!|,|;|\$|%)|\^\{?\\circ\}?|[\s$%]", "", answer)
@@ -82,14 +81,14 @@ def _judge_choice(row: Row, text: str) -> bool:
 
 
 def code_of(text: str) -> str:
-    """The last fenced block of Python, else the whole text."""
+    """Return the last fenced block of Python, else the whole text."""
     blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
     return str(blocks[-1]) if blocks else text
 
 
 @lru_cache(maxsize=1024)
 def run_program(program: str, given: str = "") -> str | None:
-    """What a Python program prints; ``None`` if it fails or takes too much time or memory."""
+    """Return what a Python program prints; ``None`` if it fails or exceeds the time or memory limit."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
@@ -108,7 +107,7 @@ def run_program(program: str, given: str = "") -> str | None:
 
 
 def _passes(program: str) -> bool:
-    """Whether a program reaches its end: an answer that exits early does not."""
+    """Return whether a program reaches its end; one that exits early does not pass."""
     end = "volley: the end was reached"
     return (run_program(f"{program}\nprint({end!r})\n") or "").rstrip().endswith(end)
 
@@ -132,7 +131,7 @@ class _OnlyText(pickle.Unpickler):
 
 
 def _tests(row: Row) -> list[Mapping[str, str]]:
-    """A problem's public tests, and the private ones, which come as JSON or as packed text."""
+    """Return a problem's public and private tests. Private ones come as JSON or as packed text."""
     found: list[Mapping[str, str]] = []
     for key in ("public_test_cases", "private_test_cases"):
         cases = row.get(key) or []

@@ -1,4 +1,4 @@
-"""What a benchmark measures: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
+"""Definition of a benchmark: the workload (datasets, temperatures, lengths) and the cases that run on it in turn."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ _PLAINLY = DecodingConfig(block_size=1)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to decode. ``name`` is ``plain``, ``volley`` or a peer."""
+    """Decoding configuration to measure. ``name`` is ``plain``, ``volley`` or a peer."""
 
     name: str
     decoding: DecodingConfig = _PLAINLY
-    """Its policy is a name."""
+    """Decoding settings; the policy is given by name."""
     largest: int = 1
-    """The largest block of a policy."""
+    """Largest block of a policy."""
 
     @property
     def label(self) -> str:
@@ -37,7 +37,7 @@ class Case:
         return f"{size}{steps}" + (f" N={decoding.tree_nodes}" if decoding.tree_nodes else "")
 
     def to_json(self) -> dict[str, Any]:
-        """As in reports: ``tree_nodes`` 0 is a chain, and where a policy decides, ``block_size`` is the most it may take."""
+        """Return the case as reports show it. ``tree_nodes`` 0 is a chain; with a policy, ``block_size`` is the maximum."""
         decoding = self.decoding
         return {
             "name": self.name,
@@ -50,33 +50,33 @@ class Case:
 
 PLAIN = Case("plain")
 SELF = Case("self")
-"""A diffusion language model that drafts canvases and verifies them."""
+"""Case of a diffusion language model that drafts canvases and verifies them itself."""
 
 
 def name_of(draft_model: str) -> str:
-    """What a table calls one of ``draft_models``."""
+    """Return the name in tables of one of ``draft_models``."""
     return Path(draft_model).name
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """A benchmark. Every case sees every prompt at every temperature, ``repeats`` times, taking turns."""
+    """Options of a benchmark. Every case runs on every prompt at every temperature ``repeats`` times, in turns."""
 
     datasets: tuple[str, ...] = ("gsm8k", "humaneval", "mt-bench")
     """Names of datasets, or JSONL files of prompts or turns."""
     data_dir: Path | None = None
-    """Folder with the datasets' files (gsm8k_test.jsonl and so on); without it they come from the hub."""
+    """Folder with the datasets' files (gsm8k_test.jsonl and so on); by default they come from the hub."""
     num_prompts: int = 8
     """Conversations taken from each dataset."""
     skip_prompts: int = 0
-    """Conversations left out at the start of each dataset: those that a setting was chosen on."""
+    """Conversations to skip at the start of each dataset, such as those a setting was chosen on."""
     temperatures: tuple[float, ...] = (0.0,)
-    """0 is greedy."""
+    """Sampling temperatures; 0 is greedy."""
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Block-size policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter it is goodput,
-    which copies from the text."""
+    """Policies to try beside the fixed sizes: goodput, feedback, pilot. Without a drafter it is goodput, which drafts by
+    prompt lookup."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)
@@ -84,17 +84,17 @@ class BenchConfig:
     concurrency: int = 1
     """Prompts decoded at once."""
     max_tokens: int = 128
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     ignore_eos: bool = False
-    """Decode on behind the end of an answer, so that every answer has max_tokens: for lengths that few answers reach."""
+    """Decode beyond the end of an answer, so that every answer has max_tokens: for lengths that few answers reach."""
     repeats: int = 3
-    """Times that everything is measured."""
+    """Repeats of every measurement."""
     seed: int = 0
-    """Seed of sampled answers; each repeat adds one."""
+    """Seed of sampled answers, increased by one per repeat."""
     unseeded: bool = False
-    """Sampled answers without seeds, as most requests come: chains are then sampled speculatively, and answers differ."""
+    """Sample without seeds, as most requests do: chains then use speculative sampling, and answers differ."""
     against: tuple[str, ...] = ()
-    """Peers: ``transformers`` is its own generate, plain and with each speculation it offers."""
+    """Peers to compare with: ``transformers`` is its own generate, plain and with each speculation it offers."""
     draft_models: tuple[str, ...] = ()
     """Drafters to compare with, named in the table by their folders: folders or hub names of smaller causal LMs with the
     target's tokenizer, of EAGLE-3 drafters, or of block drafters."""
@@ -103,9 +103,9 @@ class BenchConfig:
     raw: bool = False
     """Send prompts without the chat template."""
     thinking: bool | None = None
-    """Passed to the chat template as ``enable_thinking``; left out, the template decides."""
+    """Value of ``enable_thinking`` for the chat template; by default the template decides."""
     score: bool = False
-    """Judge the answers: exact match for mathematics and GPQA; code is run, in a subprocess with limits, on its tests."""
+    """Score the answers: exact match for mathematics and GPQA; code runs on its tests in a subprocess with limits."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens"):
@@ -146,7 +146,7 @@ class BenchConfig:
             raise ConfigError(f"temperatures are {self.temperatures}; each must be a finite number, 0 or more")
 
     def load(self) -> dict[str, list[Conversation]]:
-        """``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""
+        """Load ``num_prompts`` conversations of every dataset, from ``skip_prompts`` on, keyed by its short name."""
         workload = {}
         for name in self.datasets:
             conversations = load_prompts(name, self.data_dir, self.skip_prompts + self.num_prompts)
@@ -167,9 +167,8 @@ class BenchConfig:
         )
 
     def cases(self, drafter_block_size: int | None, decoding: DecodingConfig | None = None) -> list[Case]:
-        """Plain decoding, then every policy, and every block size with every step count or tree; without a drafter what copies
-        from the text at most. Whatever the cases do not vary is as in ``decoding``.
-        """
+        """Return plain decoding, every policy, and every block size with every step count or tree. Without a drafter only
+        prompt lookup drafts. Other settings are as in ``decoding``."""
         base = replace(decoding or DecodingConfig(), policy=None, block_size=None, denoising_steps=1, tree_nodes=None)
         decided = [Case("volley", replace(base, policy=policy), drafter_block_size or 1) for policy in self.policies]
         if drafter_block_size is None:
@@ -177,7 +176,7 @@ class BenchConfig:
             if varied or set(self.policies) - {"goodput"}:
                 raise ConfigError(
                     "block sizes, denoising steps, tree nodes or policies were given but there is no drafter; name one, or leave "
-                    "out all but policy goodput, which copies from the text"
+                    "out all but policy goodput, which drafts by prompt lookup"
                 )
             return [PLAIN, *decided]
         sizes = self.block_sizes or (drafter_block_size,)

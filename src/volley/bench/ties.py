@@ -1,4 +1,4 @@
-"""Whether greedy answers part because the target itself cannot tell: the two tokens tie to within rounding."""
+"""Detection of greedy answers that part at a tie: two tokens whose logits are equal to within rounding."""
 
 import math
 from collections.abc import Sequence
@@ -8,29 +8,30 @@ import torch
 from torch import Tensor
 
 TIE_UNITS = 2
-"""How many units in the last place of the largest logit still count as a tie.
+"""Largest gap of a tie, in units in the last place of the largest logit.
 
-A bf16 logit has 8 significant bits, so the gap of two logits changes by whole units. Measured on the bundled pair: between passes
-of one row and of eight it changed by 0, 1, 2, 3 and 4 units at 4,535, 1,704, 89, 2 and 1 of 6,331 positions. All answers that
-parted, volley's and transformers', did so at a gap of 2 units or less (docs/benchmarks/identity.md, benchmarks/ties.py).
+A bf16 logit has 8 significant bits, so the gap of two logits changes by whole units. Between passes of one row and of eight,
+measured on the bundled pair, it changed by at most 2 units at all but 3 of 6,331 positions. All answers that parted, volley's and
+transformers', did so at a gap of 2 units or less (docs/benchmarks/identity.md, benchmarks/ties.py).
 """
 
 
 class Judge(Protocol):
-    """The part of ``Engine`` that finding ties needs."""
+    """Part of ``Engine`` that finding ties needs."""
 
     def next_logits(self, token_ids: Sequence[int]) -> Tensor: ...
 
 
 def first_difference(mine: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Where two answers part, or ``None``: at the end of the shorter one if they agree until there."""
+    """Return the index at which two answers part, or ``None``. If one is a prefix of the other, it is the shorter one's
+    length."""
     shared = min(len(mine), len(theirs))
     at = next((i for i in range(shared) if mine[i] != theirs[i]), shared)
     return None if at == len(mine) == len(theirs) else at
 
 
 def unit_in_last_place(value: float, dtype: torch.dtype) -> float:
-    """The distance between neighbouring numbers of ``dtype`` at ``value``: 0.0625 for bf16 between 8 and 16."""
+    """Return the distance between neighbouring numbers of ``dtype`` at ``value``: 0.0625 for bf16 between 8 and 16."""
     tiny = torch.finfo(dtype).tiny
     return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(max(abs(value), tiny)))
 
@@ -38,10 +39,10 @@ def unit_in_last_place(value: float, dtype: torch.dtype) -> float:
 def tied_logits(
     judge: Judge, token_ids: Sequence[int], dtype: torch.dtype, chosen: Sequence[int] | None = None
 ) -> tuple[float, float] | None:
-    """The largest logit after ``token_ids`` and that of a rival if ``TIE_UNITS`` part them at most.
+    """Return the largest logit after ``token_ids`` and a rival's if at most ``TIE_UNITS`` separate them, else ``None``.
 
-    The rival is the lower one of the ``chosen`` tokens: those that two answers went on with. Without them it is the second
-    largest logit.
+    The rival is the lower one of the ``chosen`` tokens, with which two answers continued; without them it is the second largest
+    logit.
     """
     logits = judge.next_logits(token_ids)
     first, second = logits.topk(2).values.tolist()
@@ -50,9 +51,9 @@ def tied_logits(
 
 
 def is_tie(judge: Judge, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether two differing answers to ``prompt`` part at a tie of the two tokens they choose there.
+    """Return whether two differing answers to ``prompt`` part at a tie of the two tokens chosen there.
 
-    An answer that ends where the other goes on has chosen nothing: that is never a tie.
+    An answer that ends while the other continues has chosen no token, so that is never a tie.
     """
     at = first_difference(mine, theirs)
     assert at is not None, "the answers are equal"

@@ -1,4 +1,4 @@
-"""Run all checks on a pair or on a server, and say what they add up to, in a file that a digest guards."""
+"""Run all checks on an engine or a server, and write the verdict to a file protected by a digest."""
 
 import html
 import itertools
@@ -30,12 +30,12 @@ from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerp
 
 Say = Callable[[str], None]
 Steps = list[tuple[str, Callable[[], Sequence[Check]]]]
-"""Names of checks, and how to make them."""
+"""Names of checks, each with the function that runs it."""
 JSON_PROMPTS = 4
 LONG_TOKENS, LONG_CHARACTERS = 400, 1600
-"""Of prompts that a prefix cache is to find."""
+"""Length of the prompts that a prefix cache should find, in tokens and in characters."""
 NONCE_CHARACTERS = 64
-"""At most, of what makes a prompt new to a cache."""
+"""Maximum length of the prefix that makes a prompt new to a cache."""
 
 FINDINGS = {
     "greedy": "acceptance: greedy answers are not the target's",
@@ -55,18 +55,18 @@ FINDINGS = {
     "n": "several answers to one prompt are not what they should be",
     "json": "answers are not of the schema that was asked for",
 }
-"""What the first failed check means, in the order of its being asked for: a fault that comes earlier explains those behind it."""
+"""Finding for the first failed check, in this order: an earlier fault explains the later ones."""
 
 
 REQUIRED = {"greedy", "sampled"}
-"""Checks without which nothing is said to be lossless."""
+"""Checks that must be judged for the verdict "lossless"."""
 OPTIONAL = {"top_k", "top_p", "penalties", "stop", "seeds", "n", "json"}
-"""Checks of fields that a server need not offer."""
+"""Checks of fields that a server may lack."""
 
 
 @dataclass
 class Certificate:
-    """What was certified, by which checks, with what outcome."""
+    """Subject, checks and outcome of a certification."""
 
     subject: dict[str, Any]
     checks: list[Check]
@@ -80,13 +80,13 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """Not "lossless" where nothing failed because nothing could be judged."""
+        """Return the verdict, which is not "lossless" if a required check could not be judged."""
         judged = {check.name for check in self.checks if check.judged}
         return "not lossless" if self.failed else "lossless" if judged >= REQUIRED else "undecided"
 
     @property
     def finding(self) -> str | None:
-        """The likeliest fault: that of the first check in the order of ``FINDINGS`` that failed."""
+        """Return the likeliest fault: that of the first failed check in the order of ``FINDINGS``."""
         names = {check.name.rpartition(": ")[2] for check in self.failed if "broke" not in check.facts}
         broke = (f"{check.name}: the server breaks down" for check in self.failed if "broke" in check.facts)
         return next((what for name, what in FINDINGS.items() if name in names), next(broke, None))
@@ -116,7 +116,7 @@ class Certificate:
 def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyConfig, say: Say = print) -> Certificate:
     """Check an engine and its drafter against its target alone. ``prompts`` are token ids.
 
-    A diffusion language model without a drafter is its own: its mode ``self`` is checked against the autoregressive one.
+    A diffusion language model without a drafter drafts for itself: its mode ``self`` is checked against autoregressive decoding.
     """
     started, plain = time.monotonic(), plain_engine(engine)
     chosen = list(prompts[: config.prompts_used])
@@ -160,7 +160,7 @@ def certify_server(
     key: str | None = None,
     say: Say = print,
 ) -> Certificate:
-    """Check a server of which nothing is known, against another that decodes plainly if there is one."""
+    """Check a server by its answers alone, or against a second server that decodes plainly."""
     started = time.monotonic()
     with ExitStack() as clients:
         subject = clients.enter_context(closing(ServerSubject(url, model, key)))
@@ -181,17 +181,18 @@ def certify_server(
 def _settled(
     subject: ServerSubject, reference: ServerSubject | None, prompts: Sequence[str], config: CertifyConfig
 ) -> float:
-    """Ask both for as many log-probabilities as they give; the gap of logits in which the subject's rounding shows."""
+    """Set both servers to the most log-probabilities they return. Return the largest gap of logits that the subject's rounding
+    can close."""
     for one in (subject, *([reference] if reference is not None else [])):
         one.find_top(prompts[0])
     try:
         return checks.tie_of(subject.ask(prompts, checks.greedy_params(config.max_tokens), checks.AT_ONCE))
-    except (ServerFailure, TooBusy):  # as the checks will say
+    except (ServerFailure, TooBusy):  # the checks will report it
         return checks.TIE
 
 
 def _lengthened(texts: Sequence[Any], length: int) -> list[Any]:
-    """Each of the texts, and the others behind it over and over, cut where they have ``length`` together."""
+    """Extend each text by the others in turn, and cut it at ``length``."""
     found = []
     for index, text in enumerate(texts):
         whole, others = text, itertools.cycle([*texts[index + 1 :], *texts[: index + 1]])
@@ -208,7 +209,8 @@ def _server_checks(
     config: CertifyConfig,
     tie: float,
 ) -> Iterator[Check]:
-    """A server that breaks down over a check has failed it, and is asked on as long as it is there."""
+    """Yield the checks of a server. A check during which the server fails counts as failed, and the next one is tried if it
+    still answers."""
     chosen, greedy = list(prompts[: config.prompts_used]), checks.greedy_params(config.max_tokens)
     nonce = f"{time.time_ns():x}"
 
@@ -216,7 +218,7 @@ def _server_checks(
         return [f"{nonce} {number} {index}. {prompt}" for index, prompt in enumerate(asked)]
 
     length = LONG_CHARACTERS
-    if subject.room is not None:  # where a token may be one character
+    if subject.room is not None:  # a token may be a single character
         length = min(length, subject.room - config.max_tokens - NONCE_CHARACTERS)
     longer = _lengthened([f"{prompt} " for prompt in chosen], length)
     questions = Questions(subject, reference, chosen, longer, fresh, greedy, tie)
@@ -248,7 +250,7 @@ def _server_checks(
 
 def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
     replies = subject.choices(prompt, greedy, 3)
-    if replies is None:  # some give several only where they sample
+    if replies is None:  # some servers return several answers only for sampled requests
         replies = subject.choices(prompt, replace(greedy, temperature=1.0, top_k=1), 3)
     if replies is None:
         return Check("n", True, "not offered by this server", judged=False)
@@ -279,7 +281,7 @@ def _parameters(questions: Questions) -> Steps:
 
 
 def _fields(questions: Questions) -> Steps:
-    """Of a server: fields that some ignore."""
+    """Return the checks of fields that some servers ignore."""
     return [*_parameters(questions), ("seeds", lambda: [checks.check_seeds(questions)])]
 
 
@@ -288,7 +290,7 @@ def _all_passed(found: Sequence[Check]) -> bool:
 
 
 def _fails_too(check: Callable[[], Sequence[Check]]) -> bool:
-    """Whether plain decoding fails a check as well. One that it refuses, or is too busy for, says nothing."""
+    """Return whether plain decoding fails a check too. A refusal, or a busy server, counts as no."""
     try:
         return not _all_passed(check())
     except (NotOffered, TooBusy):
@@ -319,7 +321,7 @@ def _version(name: str) -> str:
 
 
 def to_html(certificate: dict[str, Any]) -> str:
-    """A page of its own."""
+    """Return the certificate as a self-contained HTML page."""
     from volley.bench.html import STYLE
 
     rows = "".join(_row(check) for check in certificate["checks"])

@@ -1,4 +1,4 @@
-"""The checks of a certificate that need nothing but answers: each compares what was said with what must have been said."""
+"""Checks of a certificate that need only answers: each compares an answer with what it must be."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,30 +14,31 @@ from volley.certify.subject import TOP, Reply, Subject, Token
 from volley.types import SamplingParams
 
 TIE = 0.15
-"""Nats between two tokens that a target in bf16 may rank either way: two units in the last place of logits up to 16."""
+"""Largest gap in nats of two tokens that a bf16 target may rank either way: two units in the last place of logits up to 16."""
 STEPS = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""Units in the last place of logits in bf16, from up to 256 down to up to 16."""
+"""Units in the last place of bf16 logits, from logits up to 256 down to logits up to 16."""
 STEP_ERROR = 2e-3
-"""Nats by which log-probabilities may be rounded as a server writes them."""
+"""Rounding error, in nats, of log-probabilities as a server writes them."""
 PENALTY = 1.5
 TOP_P = 0.5
 AT_ONCE = 8
 ROUNDED_DRAWS = 0.1
-"""How often a draw with a seed may come out otherwise because of rounding, as a share of how often it does with another seed."""
+"""Rate at which rounding may change a draw with the same seed, relative to the rate with another seed."""
 SELDOM = 1e-4
-"""A chance that explains nothing."""
+"""Probability below which chance is not an explanation."""
 
 
 def tie_between(dtype: torch.dtype) -> float:
-    """Nats between two tokens that a target of this data type may rank either way."""
+    """Return the largest gap in nats of two tokens that a target of this data type may rank either way."""
     return max(TIE_UNITS * unit_in_last_place(16.0, dtype), 1e-3)
 
 
 def tie_of(replies: Sequence[Reply]) -> float:
-    """Nats between two tokens that a server may rank either way, by the steps in which its log-probabilities move.
+    """Return the largest gap in nats of two tokens that a server may rank either way, from the steps of its log-probabilities.
 
-    Logits in bf16 above 16 move in larger steps than ``TIE`` allows for. The gap of the two likeliest tokens is a multiple of the
-    step then: of the largest step that more gaps than half are multiples of, as many are of twice the step by chance.
+    bf16 logits above 16 move in larger steps than ``TIE`` allows for. The gap of the two likeliest tokens is then a multiple of
+    the step. The step is the largest one that divides significantly more than half of the gaps: chance alone makes half of them
+    multiples of twice the true step.
     """
     gaps = [
         gap
@@ -54,9 +55,9 @@ def tie_of(replies: Sequence[Reply]) -> float:
 
 @dataclass
 class Check:
-    """What was looked at and what came of it. ``p_value`` is ``None`` where nothing is left to chance.
+    """Result of one check. ``p_value`` is ``None`` for a check without randomness.
 
-    What could not be ``judged`` fails nothing.
+    A check that could not be ``judged`` does not fail.
     """
 
     name: str
@@ -74,26 +75,26 @@ class Check:
 
 @dataclass(frozen=True)
 class Questions:
-    """Who is asked what; ``plain`` decodes without drafts, where there is such a one."""
+    """Subject and prompts of the checks. ``plain`` is a subject that decodes without drafts, if there is one."""
 
     subject: Subject
     plain: Subject | None
     prompts: Sequence[Any]
     long_prompts: Sequence[Any]
-    """The prompts, each with a beginning of an answer: long enough for whole pages of a prefix cache."""
+    """Prompts followed by the start of an answer, long enough to fill whole pages of a prefix cache."""
     fresh: Callable[[Sequence[Any], int], list[Any]]
-    """The prompts so that no cache can know them, different for each number."""
+    """Function that returns prompts that no cache can contain, different for each number."""
     greedy: SamplingParams
     tie: float = TIE
     exact: bool = False
-    """Whether rounding never tips a draw: in fp32, or where logits are the same bits whatever else is in the pass."""
+    """True if rounding never changes a draw: in fp32, or with batch-invariant logits."""
 
     def ask(self, params: SamplingParams | Sequence[SamplingParams]) -> list[Reply]:
-        """The prompts at once: what that may change is a check of its own."""
+        """Ask all prompts at once. Another check compares this with asking one at a time."""
         return self.subject.ask(self.prompts, params, min(AT_ONCE, len(self.prompts)))
 
     def part_where(self, mine: Reply, theirs: Reply) -> int | None:
-        """Where two greedy answers part without a tie, or ``None``."""
+        """Return the index at which two greedy answers differ without a tie, or ``None``."""
         at = next(
             (i for i, pair in enumerate(zip(mine.tokens, theirs.tokens, strict=False)) if pair[0] != pair[1]), None
         )
@@ -104,14 +105,14 @@ class Questions:
             if at < len(reply.top) and all(token in reply.top[at] for token in pair):
                 return None if abs(reply.top[at][pair[0]] - reply.top[at][pair[1]]) <= self.tie else at
         known = [reply.top[at] for reply in (theirs, mine) if at < len(reply.top)]
-        if known and all(len(top) == 1 for top in known):  # the other token has what is left, at most
+        if known and all(len(top) == 1 for top in known):  # the other token has at most the remaining probability
             likeliest = max(max(top.values()) for top in known)
             return None if likeliest <= math.log(0.5) + self.tie else at
         return at
 
 
 def compare(name: str, what: str, questions: Questions, mine: Sequence[Reply], theirs: Sequence[Reply]) -> Check:
-    """Greedy answers that must be equal."""
+    """Compare greedy answers that must be equal."""
     parted = [(i, questions.part_where(*pair)) for i, pair in enumerate(zip(mine, theirs, strict=True))]
     wrong = [(i, at) for i, at in parted if at is not None]
     tokens = sum(len(reply.tokens) for reply in mine)
@@ -124,7 +125,7 @@ def compare(name: str, what: str, questions: Questions, mine: Sequence[Reply], t
 
 
 def check_greedy(questions: Questions) -> Check:
-    """Greedy answers, alone and cold, against plain decoding, or against the server's own log-probabilities."""
+    """Check greedy answers, asked one at a time and uncached, against plain decoding or the server's own log-probabilities."""
     questions.subject.forget()
     mine = questions.subject.ask(questions.prompts, questions.greedy)
     if questions.plain is not None:
@@ -136,7 +137,7 @@ def check_greedy(questions: Questions) -> Check:
 def _most_probable(name: str, questions: Questions, replies: Sequence[Reply]) -> Check:
     tokens = sum(bool(top) for reply in replies for top in reply.top)
     if not tokens:
-        return Check(name, True, "the server tells no log-probabilities of the likeliest tokens", judged=False)
+        return Check(name, True, "the server returns no log-probabilities of the likeliest tokens", judged=False)
     for index, reply in enumerate(replies):
         for at, (token, top) in enumerate(zip(reply.tokens, reply.top, strict=False)):
             if top and top.get(token, -math.inf) < max(top.values()) - questions.tie:
@@ -147,7 +148,7 @@ def _most_probable(name: str, questions: Questions, replies: Sequence[Reply]) ->
 
 
 def check_prefix_cache(questions: Questions) -> Check:
-    """Each long prompt cold, then warm. Not judged where the cache is known to have been of no use."""
+    """Ask each long prompt uncached, then cached. The check is not judged if the cache is known to have found nothing."""
     prompts = questions.fresh(questions.long_prompts, 1)
     questions.subject.forget()
     replies = questions.subject.ask([prompt for prompt in prompts for _ in range(2)], questions.greedy)
@@ -164,7 +165,7 @@ def check_prefix_cache(questions: Questions) -> Check:
 
 
 def check_concurrency(questions: Questions, concurrency: int) -> Check:
-    """The same prompts alone and at once."""
+    """Ask prompts one at a time and then at once, and compare the answers."""
     prompts = questions.fresh([questions.prompts[i % len(questions.prompts)] for i in range(concurrency)], 2)
     different = {str(prompt): prompt for prompt in prompts}
     questions.subject.forget()
@@ -177,7 +178,7 @@ def check_concurrency(questions: Questions, concurrency: int) -> Check:
 
 
 def check_narrow(questions: Questions, name: str, **narrow: Any) -> Check:
-    """Sampling that leaves only the likeliest token is greedy decoding."""
+    """Check that sampling from the likeliest token alone equals greedy decoding."""
     params = replace(questions.greedy, temperature=1.0, **narrow)
     sampled = questions.ask(params)
     greedy = questions.ask(questions.greedy)
@@ -185,7 +186,7 @@ def check_narrow(questions: Questions, name: str, **narrow: Any) -> Check:
 
 
 def check_top_p(questions: Questions) -> Check:
-    """No sampled token lies behind the likeliest ones that make up ``TOP_P``."""
+    """Check that every sampled token is among the likeliest ones that make up ``TOP_P``."""
     narrow = check_narrow(questions, "top_p", top_p=1e-6)
     if not narrow.passed:
         return narrow
@@ -203,7 +204,7 @@ def check_top_p(questions: Questions) -> Check:
 
 
 def check_stop(questions: Questions) -> Check:
-    """An answer ends before the stop text, and is otherwise the same."""
+    """Check that an answer ends before the stop text and is otherwise unchanged."""
     (whole,) = questions.subject.ask(questions.prompts[:1], questions.greedy)
     middle = whole.text[len(whole.text) // 2 :].strip()[:4]
     if not middle:
@@ -217,7 +218,7 @@ def check_stop(questions: Questions) -> Check:
 
 
 def check_seeds(questions: Questions) -> Check:
-    """A seed gives the same answer again, and another seed another one."""
+    """Check that a seed repeats its answer and another seed changes it."""
     params = [replace(questions.greedy, temperature=1.0, seed=seed) for seed in range(len(questions.prompts))]
     first = questions.ask(params)
     again = questions.ask(params)
@@ -230,20 +231,20 @@ def check_seeds(questions: Questions) -> Check:
     passed, could_fail = differs > 0 and parted == 0, True
     if differs and not questions.exact:
         passed = poisson_p(parted, ROUNDED_DRAWS * share * compared) > SELDOM
-        could_fail = poisson_p(differs, ROUNDED_DRAWS * differs) <= SELDOM  # if seeds did nothing
+        could_fail = poisson_p(differs, ROUNDED_DRAWS * differs) <= SELDOM  # if seeds had no effect
     often = _often(parted / max(1, compared)), _often(share)
     detail = f"{repeated} of {len(first)} answers came again; they part {often[0]} with the same seed, {often[1]} with another"
     return Check("seeds", passed, detail, judged=could_fail or not passed)
 
 
 def _chance_alike(replies: Sequence[Reply]) -> float:
-    """The chance that all of these answers are drawn once more, by their own log-probabilities."""
+    """Return the probability that all of these answers are drawn again, by their own log-probabilities."""
     chances = [sum(math.exp(2 * value) for value in top.values()) for reply in replies for top in reply.top if top]
     return math.prod(min(1.0, chance) for chance in chances)
 
 
 def _parted(mine: Sequence[Reply], theirs: Sequence[Reply]) -> tuple[int, int]:
-    """How many tokens were others, of how many with equal tokens before them."""
+    """Return the number of differing tokens, and the number of tokens compared: those that follow equal tokens."""
     parted = compared = 0
     for one, other in zip(mine, theirs, strict=True):
         pairs = list(zip_longest(one.tokens, other.tokens))
@@ -258,9 +259,9 @@ def _often(share: float) -> str:
 
 
 def check_penalties(questions: Questions) -> Check:
-    """Where an answer's own log-probabilities say that a penalty changes the next token, it does.
+    """Check that a penalty changes the next token if the answer's own log-probabilities say so.
 
-    Some servers count a prompt's tokens as well: an answer of one that leaves out a word of its prompt before is not judged.
+    Some servers count the prompt's tokens too. If the answer then avoids a word of its prompt earlier, it is not judged.
     """
     plain = questions.ask(questions.greedy)
     params = replace(questions.greedy, presence_penalty=PENALTY, frequency_penalty=PENALTY)
@@ -291,13 +292,14 @@ def check_penalties(questions: Questions) -> Check:
 
 
 def _first_change(reply: Reply, tie: float) -> tuple[int, Token] | None:
-    """Where penalties change a greedy answer first, and to what; ``None`` where they never do or a tie comes first."""
+    """Return the first index at which penalties change a greedy answer and the token there, or ``None`` if they never do or a
+    tie comes first."""
     counts: dict[Token, int] = {}
     for at, (token, top) in enumerate(zip(reply.tokens, reply.top, strict=False)):
         values = {t: v - PENALTY * (counts.get(t, 0) + (t in counts)) for t, v in top.items()}
         ranked = sorted(values, key=lambda t: values[t], reverse=True)
         if len(ranked) < 2 or values[ranked[0]] - max(values[ranked[1]], min(top.values())) <= tie:
-            return None  # a tie, or a token that is not listed may be the likeliest
+            return None  # a tie, or an unlisted token may be the likeliest
         if ranked[0] != token:
             return at, ranked[0]
         counts[token] = counts.get(token, 0) + 1

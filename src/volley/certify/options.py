@@ -1,4 +1,4 @@
-"""How much ``volley certify`` asks."""
+"""Options of ``volley certify``."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -11,19 +11,19 @@ POWER = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyConfig:
-    """What is sampled and how sure a verdict is."""
+    """Sample sizes and significance of a certification."""
 
     prompts_used: int = 12
-    """Prompts that greedy answers are compared on."""
+    """Prompts on which greedy answers are compared."""
     max_tokens: int = 48
-    """Longest answer."""
+    """Maximum tokens of an answer."""
     bias: float = 0.03
-    """Smallest bias that sampled output is to be searched for: how much more or less often the likeliest token is drawn. A
-    bias of 0.01 takes nine times the tokens of 0.03."""
+    """Smallest bias to detect in sampled output: the change of the likeliest token's frequency. A bias of 0.01 takes nine
+    times the tokens of 0.03."""
     alpha: float = 1e-4
-    """Chance that a lossless pair fails, over all checks together."""
+    """Probability that a lossless pair fails, over all checks together."""
     seed: int = 0
-    """Fixes the seeds of what is asked with one; the rest is drawn anew each time."""
+    """Seed of the requests that have seeds; other randomness is new in each run."""
 
     def __post_init__(self) -> None:
         if self.prompts_used < 1 or self.max_tokens < 8:
@@ -34,10 +34,11 @@ class CertifyConfig:
             raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 0.1")
 
     def sample_size(self, tests: int) -> int:
-        """Tokens with which each of ``tests`` two-sided tests finds ``bias`` nine times in ten, whatever the probabilities."""
+        """Return the number of tokens with which each of ``tests`` two-sided tests finds ``bias`` with probability 0.9, for
+        any distribution."""
         return ceil(0.25 * (self.errors_found(tests) / self.bias) ** 2)
 
     def errors_found(self, tests: int) -> float:
-        """Standard errors of a shift that each of ``tests`` two-sided tests finds nine times in ten."""
+        """Return the shift, in standard errors, that each of ``tests`` two-sided tests finds with probability 0.9."""
         normal = NormalDist()
         return normal.inv_cdf(1 - self.alpha / tests / 2) + normal.inv_cdf(POWER)

@@ -1,4 +1,4 @@
-"""What a request's parameters make of logits, written a second time and slowly: what output is judged by."""
+"""Reference implementation of sampling parameters, slow and independent of the engine's, by which output is judged."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from volley.types import SamplingParams
 
 
 def penalised(logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """``logits [V]`` of the token after ``output`` (fp64), with penalties and biases."""
+    """Return ``logits [V]`` (fp64) of the token after ``output``, with penalties and biases applied."""
     logits = logits.double().clone()
     for token in set(prompt) | set(output):
         value = float(logits[token])
@@ -22,7 +22,7 @@ def penalised(logits: Tensor, params: SamplingParams, prompt: Sequence[int], out
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
-    """``[V]`` (fp64) from processed logits: temperature, then top-k, then top-p, then min-p."""
+    """Return the distribution ``[V]`` (fp64) of processed logits: temperature, then top-k, then top-p, then min-p."""
     probs = (logits.double() / params.temperature).softmax(-1)
     order = probs.argsort(descending=True, stable=True)
     keep = torch.ones_like(probs, dtype=torch.bool)

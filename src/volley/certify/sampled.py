@@ -1,7 +1,7 @@
-"""Sampled output against the target's own distribution, token by token.
+"""Tests of sampled output against the target's distribution, token by token.
 
-With an engine the distribution is known: the target scores each answer, and ``reference.py`` makes of its logits what the
-request's parameters say. Of a server only the log-probabilities at temperature 1 are known.
+With an engine the distribution is known: the target scores each answer, and ``reference.py`` applies the request's parameters to
+its logits. With a server only the log-probabilities at temperature 1 are known.
 """
 
 import math
@@ -31,12 +31,12 @@ from volley.types import Proposal, SamplingParams, Verdict
 AT_ONCE = 16
 LEAST_BONUS = 100
 MOST_ROUNDS = 200
-"""Of asking a server all prompts: few of its tokens may be such that they can be judged."""
+"""Maximum rounds of all prompts that a server is asked, because few of its tokens may be judgeable."""
 
 
 @dataclass
 class Sampled:
-    """Deviations of all tokens, and of those drawn behind a draft that was kept whole."""
+    """Deviations of all tokens, and of bonus tokens, which follow a fully accepted draft."""
 
     every: Deviations
     bonus: Deviations
@@ -44,16 +44,16 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode sampled requests."""
+    """Configuration for decoding sampled requests."""
 
     name: str
     params: SamplingParams
     decoding: dict[str, Any] = field(default_factory=dict)
-    """Changes of the engine's settings."""
+    """Changed settings of the engine."""
 
 
 class Scoring(Speculative):
-    """Keeps the logits of every token of a prompt: what the target says to a text, without drafts."""
+    """Decoding method that records the target's logits for every prompt token, without drafts."""
 
     def __init__(self, config: DecodingConfig) -> None:
         super().__init__(config)
@@ -71,7 +71,8 @@ class Scoring(Speculative):
 
 
 class ScoringInPlace(Scoring):
-    """The same of a target whose row i predicts token i: a mask behind every token, which sees what is before it."""
+    """Scoring for targets whose row i predicts token i: each token is followed by a mask, which attends to the tokens before
+    it."""
 
     def __init__(self, config: DecodingConfig, mask_token_id: int) -> None:
         super().__init__(config)
@@ -95,7 +96,7 @@ def _scoring(engine: Engine) -> Scoring:
 
 
 def plain_engine(engine: Engine) -> Engine:
-    """An engine of its own on the same target, which drafts nothing."""
+    """Return a second engine on the same target that drafts nothing."""
     device, pages = engine.target.device, CapacityConfig(num_pages=engine.snapshot().num_pages)
     sizes = pages if device.type == "cpu" else beside_others(device)
     plain = Engine(engine.target, config=DecodingConfig(block_size=1, kv_dtype=engine.config.kv_dtype), capacity=sizes)
@@ -104,7 +105,7 @@ def plain_engine(engine: Engine) -> Engine:
 
 
 def ways(engine: Engine, tokens: int) -> list[Way]:
-    """What an engine can do with sampled requests; ``tokens`` is the longest answer."""
+    """Return the ways in which an engine can decode sampled requests. ``tokens`` is the longest answer."""
     at_one = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
     found = [
         Way("sampled", at_one),
@@ -117,16 +118,16 @@ def ways(engine: Engine, tokens: int) -> list[Way]:
 
 
 def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: CertifyConfig, tests: int) -> list[Check]:
-    """Draw answers until there are enough tokens, score them, test them: all tokens, then those behind whole drafts."""
+    """Sample enough tokens, score them, and test all of them and the bonus tokens."""
     return verdicts(way, draw_way(engine, prompts, way, config.sample_size(tests), config.seed), config, tests)
 
 
 def draw_way(engine: Engine, prompts: Sequence[list[int]], way: Way, wanted: int, seed: int) -> Sampled:
-    """At least ``wanted`` tokens of sampled answers, scored."""
+    """Return at least ``wanted`` scored tokens of sampled answers."""
     before = engine.config
     settings = {"policy": None, "block_size": engine.proposer.block_size if engine.proposer else 1, **way.decoding}
     engine.reconfigure(replace(before, **settings))
-    # Noise of its own for each way, whatever ``random`` was seeded with: the tests must not share tokens with each other.
+    # Draw separate noise for each way, whatever the seed of ``random``: the tests must not share tokens.
     found = Sampled(Deviations(Random(f"{seed}/{way.name}")), Deviations(Random(f"{seed}/{way.name}/bonus")))
     scorer = plain_engine(engine)
     try:
@@ -140,7 +141,7 @@ def draw_way(engine: Engine, prompts: Sequence[list[int]], way: Way, wanted: int
 
 
 def _draw(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[tuple[Request, set[int]]]:
-    """Finished requests, and which of their output tokens came behind a draft that was kept whole."""
+    """Return finished requests, each with the indices of its bonus tokens."""
     bonus: dict[int, set[int]] = {}
     seen: dict[int, int] = {}
 
@@ -178,16 +179,16 @@ def _compare(scorer: Engine, request: Request, params: SamplingParams, bonus: se
 
 
 def _reaches(logits: Tensor, token: int, params: SamplingParams, tie: float) -> bool:
-    """Whether the token may be drawn: at the edge of a truncation rounding decides, which moves a logit by ``tie`` at most.
+    """Return whether the token may be drawn, given that rounding moves logits at the edge of a truncation by up to ``tie``.
 
-    The worst case is that all tokens up to it are too low by that, and the likelier ones too high.
+    In the worst case all tokens up to it are too low by ``tie`` and the likelier ones too high.
     """
     worst = logits + 2 * tie * (logits <= logits[token])
     return float(distribution(worst, params)[token]) > 0
 
 
 def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:
-    """The target's logits ``[T, V]`` for the token after every token."""
+    """Return the target's logits ``[T, V]`` for the token after each token."""
     engine.reset_prefix_cache()
     procedure = _scoring(engine)
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=1), procedure=procedure)
@@ -198,7 +199,7 @@ def score(engine: Engine, token_ids: Sequence[int]) -> Tensor:
 
 
 def verdicts(way: Way, found: Sampled, config: CertifyConfig, tests: int) -> list[Check]:
-    """Of all tokens, and of those behind whole drafts where there are enough; ``tests`` share the certificate's alpha."""
+    """Return the checks of all tokens and, if there are enough, of bonus tokens. ``tests`` share the certificate's alpha."""
     checks = []
     for name, deviations in ((way.name, found.every), (f"{way.name}: bonus", found.bonus)):
         if not deviations.count:
@@ -232,7 +233,7 @@ def check_server(
     config: CertifyConfig,
     tests: int,
 ) -> list[Check]:
-    """A server's sampled tokens at T = 1 against its log-probabilities, and at T = 0.6 against plain decoding's tokens."""
+    """Check a server's tokens sampled at T = 1 against its log-probabilities, and those at T = 0.6 against plain decoding's."""
     wanted, deviations = config.sample_size(tests), _Hits()
     number = 0
     while deviations.count < wanted and number < MOST_ROUNDS:
@@ -260,7 +261,7 @@ def _check_cooler(
     config: CertifyConfig,
     tests: int,
 ) -> Check:
-    """How often answers at T = 0.6 have the likeliest token, against plain decoding's: their spread says what that can find."""
+    """Compare the share of likeliest tokens at T = 0.6 with plain decoding's. The spread determines which bias this can find."""
     wanted, asked = config.sample_size(tests), len(prompts(0))
     rounds = max(-(-LEAST_ANSWERS // asked), -(-wanted // (params.max_tokens * asked)))
     means: list[list[float]] = [[], []]
@@ -284,7 +285,7 @@ def _check_cooler(
 
 @dataclass
 class _Hits:
-    """How often a server's tokens were its likeliest, against how often they should have been."""
+    """Count of likeliest tokens among a server's tokens, and the expected count."""
 
     count: int = 0
     excess: float = 0.0
@@ -308,6 +309,6 @@ class _Hits:
 
 
 def _mean_hits(reply: Reply) -> list[float]:
-    """How often an answer's tokens were the likeliest; nothing where none can be judged."""
+    """Return the share of an answer's tokens that were the likeliest, or nothing if none can be judged."""
     hits = [token == found[0] for token, found in zip(reply.tokens, reply.likeliest, strict=False) if found]
     return [sum(hits) / len(hits)] if hits else []

@@ -1,7 +1,7 @@
-"""Whether tokens were drawn from the distributions they should come from.
+"""Tests of whether tokens were drawn from given distributions.
 
-Tokens of one text depend on each other, and these tests allow it: given the tokens before, each token's deviation from its own
-distribution has mean zero, whatever those tokens were.
+Tokens of one text depend on each other. The tests allow for that: given the tokens before, each token's deviation from its
+distribution has mean zero.
 """
 
 import math
@@ -17,21 +17,21 @@ BINS = 10
 
 @dataclass
 class Deviations:
-    """Sums over tokens. ``add`` takes one token and the distribution that it should have come from."""
+    """Sums over tokens. ``add`` takes one token and the distribution that it should come from."""
 
     random: Random
     count: int = 0
     hits: float = 0.0
-    """Tokens that were the likeliest, less how many were expected."""
+    """Number of likeliest tokens minus the expected number."""
     variance: float = 0.0
     impossible: int = 0
-    """Tokens that have no probability."""
+    """Number of tokens with probability 0."""
 
     def __post_init__(self) -> None:
         self.bins = [0] * BINS
 
     def add(self, probs: Tensor, token: int) -> None:
-        """``probs [V]`` (fp64)."""
+        """Add a token that should come from ``probs [V]`` (fp64)."""
         largest, own = float(probs.max()), float(probs[token])
         is_best = own == largest
         best = min(1.0, float(probs[probs == largest].sum()))
@@ -46,11 +46,11 @@ class Deviations:
 
     @property
     def shift(self) -> float:
-        """How much more often than expected the likeliest token came, as a share of all tokens."""
+        """Return the excess of likeliest tokens over the expected number, as a share of all tokens."""
         return self.hits / self.count if self.count else 0.0
 
     def p_values(self) -> dict[str, float]:
-        """Of the share of likeliest tokens, and of where tokens lie in their distributions, most probable first."""
+        """Return the p-values of two tests: the share of likeliest tokens, and the tokens' ranks in their distributions."""
         if self.impossible:
             return {"support": 0.0}
         return {"likeliest": self._p_hits(), "rank": chi_square_p(self.bins)}
@@ -62,13 +62,13 @@ class Deviations:
 
 
 NORMAL_FROM = 100.0
-"""Variance from which on a sum is taken to be normal."""
+"""Variance above which a sum counts as normally distributed."""
 
 
 def sum_p(total: float, variance: float) -> float:
-    """At most the chance of a sum so far from 0, of terms within ±1 whose mean is 0 whatever came before (``variance`` > 0).
+    """Return an upper bound of the probability that a martingale sum is this far from 0 (terms within ±1, ``variance`` > 0).
 
-    A sum of few rare events is no normal number: there it is Freedman's bound (1975).
+    A sum of few rare events is not normally distributed; for it the bound is Freedman's (1975).
     """
     if variance >= NORMAL_FROM:
         return two_sided(total / math.sqrt(variance))
@@ -77,19 +77,19 @@ def sum_p(total: float, variance: float) -> float:
 
 
 def poisson_p(count: int, expected: float) -> float:
-    """The chance of at least ``count`` rare events."""
+    """Return the probability of at least ``count`` rare events."""
     if count == 0:
         return 1.0
     return float(torch.special.gammainc(torch.tensor(float(count)).double(), torch.tensor(expected).double()))
 
 
 def two_sided(deviations: float) -> float:
-    """The chance of a normal number at least so many standard deviations from its mean."""
+    """Return the two-sided p-value of a normal variable this many standard deviations from its mean."""
     return 2 * NormalDist().cdf(-abs(deviations))
 
 
 def chi_square_p(counts: list[int]) -> float:
-    """Pearson's test of equal chances."""
+    """Return the p-value of Pearson's test of equal frequencies."""
     total = sum(counts)
     if total < 10 * len(counts):
         return 1.0
@@ -100,11 +100,11 @@ def chi_square_p(counts: list[int]) -> float:
 
 
 LEAST_ANSWERS = 20
-"""Fewer say nothing: the normal distribution would be too narrow."""
+"""Minimum number of answers: for fewer, the normal approximation is too narrow."""
 
 
 def two_sample_p(mine: list[float], theirs: list[float]) -> float:
-    """Whether two sets of independent numbers have one mean (Welch's test, by the normal distribution)."""
+    """Return the p-value that two sets of independent numbers have one mean (Welch's test with the normal distribution)."""
     if min(len(mine), len(theirs)) < LEAST_ANSWERS:
         return 1.0
     difference, error = mean_difference(mine, theirs)
@@ -112,7 +112,7 @@ def two_sample_p(mine: list[float], theirs: list[float]) -> float:
 
 
 def mean_difference(mine: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Of the means of two sets of at least two numbers each, and its standard error."""
+    """Return the difference of two sets' means and its standard error. Each set has at least two numbers."""
     means, errors = [], 0.0
     for values in (mine, theirs):
         mean = sum(values) / len(values)

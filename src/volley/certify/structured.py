@@ -1,4 +1,4 @@
-"""Whether a server that is asked for JSON of a schema answers with it, drafting or not."""
+"""Check that a server answers a request for JSON under a schema with such JSON, with or without drafts."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ SCHEMA: dict[str, Any] = {
     "required": ["verdict", "sure"],
     "additionalProperties": False,
 }
-"""Every answer ends soon, whatever the model would rather say."""
+"""Schema whose answers all end soon, whatever the model prefers to write."""
 MAX_TOKENS = 96
 TEMPERATURES = (0.0, 1.0)
 NAME = "json"
 
 
 def check_json(subject: ServerSubject, plain: ServerSubject | None, prompts: Sequence[str]) -> Check:
-    """Greedy and sampled answers to a ``response_format``, eight at once.
+    """Check greedy and sampled answers to a ``response_format``, eight at once.
 
-    Not judged where the server refuses the field, or greedy answers show that it does not look at it and ``plain`` neither.
+    The check is not judged if the server refuses the field, or if greedy answers show that it and ``plain`` ignore it.
     """
     asked = [(prompt, temperature) for temperature, prompt in product(TEMPERATURES, prompts)]
     replies = subject.structured(asked, SCHEMA, MAX_TOKENS)
@@ -43,13 +43,13 @@ def check_json(subject: ServerSubject, plain: ServerSubject | None, prompts: Seq
 
 
 def _ignores(subject: ServerSubject, prompts: Sequence[str], replies: Sequence[Structured]) -> bool:
-    """Whether greedy answers are those that the server gives without a schema."""
+    """Return whether greedy answers equal those without a schema."""
     free = subject.structured([(prompt, 0.0) for prompt in prompts], None, MAX_TOKENS)
     return free is not None and [one.text for one in free] == [one.text for one in replies[: len(prompts)]]
 
 
 def is_right(reply: Structured) -> bool:
-    """Whether an answer is of the schema; one that was cut off must be the beginning of such an answer."""
+    """Return whether an answer follows the schema. An answer cut off must be the beginning of a valid one."""
     if reply.finish_reason != "length":
         return is_of_schema(reply.text)
     compact = "".join(reply.text.split())
@@ -57,14 +57,14 @@ def is_right(reply: Structured) -> bool:
 
 
 def _compact_answers() -> Iterator[str]:
-    """All answers of the schema, without white space; servers may ask for the properties in either order."""
+    """Yield all valid answers without white space; servers may require either order of the properties."""
     for verdict, sure in product(SCHEMA["properties"]["verdict"]["enum"], (True, False)):
         for pairs in permutations({"verdict": verdict, "sure": sure}.items()):
             yield json.dumps(dict(pairs), separators=(",", ":"))
 
 
 def is_of_schema(text: str) -> bool:
-    """Whether a text is JSON of ``SCHEMA``."""
+    """Return whether a text is JSON that follows ``SCHEMA``."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Who is asked: an engine here, or any OpenAI-compatible server, of which nothing is known but its answers."""
+"""Subjects of a certification: an engine in this process, or an OpenAI-compatible server known only by its answers."""
 
 import contextlib
 import time
@@ -15,27 +15,27 @@ from volley.train.endpoint import retry_after
 from volley.types import SamplingParams
 
 TOPS = (20, 10, 5, 1)
-"""Log-probabilities a token that are asked for: the first number that a server does not refuse."""
+"""Numbers of log-probabilities per token to request, until the server accepts one."""
 TOP = TOPS[0]
 TIMEOUT = 600.0
-"""Seconds that a server has for one answer."""
+"""Timeout of one answer in seconds."""
 REFUSALS = (400, 404, 405, 422, 501)
-"""HTTP statuses of a server that does not offer what it was asked for."""
+"""HTTP statuses of a server that does not support a request."""
 BUSY = (408, 425, 429, 503)
-"""HTTP statuses of a server that takes no more requests at the moment."""
+"""HTTP statuses of a server that is temporarily full."""
 PATIENCE = 60.0
-"""Seconds for which a busy server is asked again."""
+"""Seconds for which requests to a busy server are repeated."""
 _PART = "\ufffd"
-"""Stands for a part of a character: tokens that are written so cannot be told apart, and their places are not judged."""
+"""Replacement for part of a character. Tokens written this way cannot be distinguished, so their positions are not judged."""
 Token = int | str
-"""An id, or the text of a token where a server tells no ids."""
+"""Token id, or the token's text if a server returns no ids."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer; ``top`` holds the log-probabilities of the likeliest tokens where each token stands, unmodified.
+    """One answer. ``top`` holds the unmodified log-probabilities of the likeliest tokens at each position.
 
-    Of an engine they leave out a token that is never chosen: the mask of a model that is asked by masks.
+    With an engine they exclude a token that is never chosen: the mask of a target that predicts at mask positions.
     """
 
     tokens: tuple[Token, ...]
@@ -43,30 +43,30 @@ class Reply:
     finish_reason: str
     top: tuple[dict[Token, float], ...] = ()
     likeliest: tuple[tuple[Token, float] | None, ...] = ()
-    """Of a server: the likeliest token of each place and its log-probability; ``None`` where that is a part of a character."""
+    """Likeliest token of each position and its log-probability, from a server; ``None`` if the token is part of a character."""
     cached: int | None = None
-    """Tokens of the prompt that were found in a cache; ``None`` where a server does not tell."""
+    """Number of prompt tokens found in a cache; ``None`` if a server does not report it."""
 
 
 @dataclass(frozen=True)
 class Structured:
-    """A chat's answer to a ``response_format``."""
+    """Answer of a chat to a ``response_format``."""
 
     text: str
     finish_reason: str
 
 
 class Subject(Protocol):
-    """Answers prompts, ``concurrency`` at once."""
+    """Source of answers to prompts, ``concurrency`` at once."""
 
     def ask(
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams], concurrency: int = 1
     ) -> list[Reply]:
-        """One reply a prompt, in order, with log-probabilities."""
+        """Return one reply per prompt, in order, with log-probabilities."""
         ...
 
     def forget(self) -> None:
-        """Drop cached prefixes, where that can be asked for."""
+        """Drop cached prefixes, if possible."""
         ...
 
 
@@ -75,13 +75,13 @@ def each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[
 
 
 def unchosen(engine: Engine) -> int | None:
-    """The mask of a model that is asked for each next token by a mask."""
+    """Return the mask token of a model that predicts each next token at a mask, else ``None``."""
     family = engine.target.diffusion
     return None if family is None or family.writes_causally else family.mask_token_id
 
 
 class EngineSubject:
-    """An engine; prompts are token ids."""
+    """Engine as a subject; prompts are token ids."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -108,17 +108,18 @@ class EngineSubject:
 
 
 class ServerSubject:
-    """``/completions`` of a server; prompts are texts."""
+    """Server's ``/completions`` as a subject; prompts are texts."""
 
     top = TOP
-    """Log-probabilities a token that are asked for, at most."""
+    """Maximum number of log-probabilities per token to request."""
     room: int | None = None
-    """Tokens of a request and its answer, if the server tells."""
+    """Context length of the server, if it reports one."""
 
     def __init__(
         self, url: str, model: str | None = None, key: str | None = None, failure: type[EndpointError] | None = None
     ) -> None:
-        """``failure`` is raised when the server breaks down: by default a :class:`ServerFailure`, which is a finding."""
+        """Connect to a server. ``failure`` is raised if the server breaks down: by default :class:`ServerFailure`, which is a
+        finding."""
         self._failure = failure or ServerFailure
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
@@ -135,20 +136,20 @@ class ServerSubject:
         self.client.close()
 
     def find_top(self, prompt: str) -> None:
-        """Ask for as many log-probabilities a token as the server gives: some refuse many."""
+        """Find the largest number of log-probabilities per token that the server accepts."""
         for top in TOPS:
             self.top = top
             try:
                 self._ask(prompt, SamplingParams(max_tokens=1, logprobs=True, top_logprobs=TOP))
             except NotOffered:
                 continue
-            except (ServerFailure, TooBusy):  # as the checks will say
+            except (ServerFailure, TooBusy):  # the checks will report it
                 return
             return
         self.top = TOP
 
     def software(self) -> dict[str, str]:
-        """What the server says of itself: its version, and the name in its headers."""
+        """Return the server's version and the name in its headers."""
         try:
             response = self.client.get(f"{self.url.removesuffix('/v1')}/version")
         except httpx.HTTPError:
@@ -172,10 +173,10 @@ class ServerSubject:
             return list(pool.map(self._ask, prompts, each(params, len(prompts))))
 
     def forget(self) -> None:
-        """Servers keep what they like; what must be cold is asked with a beginning of its own."""
+        """Do nothing: a server's cache cannot be cleared, so uncached prompts begin with a new prefix."""
 
     def choices(self, prompt: str, params: SamplingParams, n: int) -> list[Reply] | None:
-        """``n`` answers to one prompt; ``None`` if the server refuses to give several."""
+        """Return ``n`` answers to one prompt; ``None`` if the server refuses several."""
         try:
             raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
         except NotOffered:
@@ -185,7 +186,8 @@ class ServerSubject:
     def structured(
         self, asked: Sequence[tuple[str, float]], schema: dict[str, Any] | None, max_tokens: int
     ) -> list[Structured] | None:
-        """Answers to chats of a prompt at a temperature, eight at once, in JSON of ``schema``; ``None`` if that is refused."""
+        """Return JSON answers under ``schema`` to chats of a prompt and a temperature, eight at once; ``None`` if the server
+        refuses."""
         with ThreadPoolExecutor(8) as pool:
             try:
                 return list(pool.map(lambda one: self._structured(one[0], one[1], schema, max_tokens), asked))
@@ -218,11 +220,11 @@ class ServerSubject:
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
             "logprobs": min(params.top_logprobs or 0, self.top) or None,
-            "repetition_penalty": params.repetition_penalty,  # else the model's own may be in force
+            "repetition_penalty": params.repetition_penalty,  # otherwise the model's default may apply
         }
-        if params.temperature > 0:  # some servers truncate unless they are told not to
+        if params.temperature > 0:  # some servers truncate by default
             body |= {"top_k": params.top_k or -1, "min_p": params.min_p}
-        kept = ("temperature", "seed", "min_p")  # whose zero says something
+        kept = ("temperature", "seed", "min_p")  # fields for which zero has a meaning
         return {key: value for key, value in body.items() if value is not None and (value != 0 or key in kept)}
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -248,27 +250,27 @@ class ServerSubject:
 
 
 class ServerFailure(EndpointError):
-    """The server broke down over a request, or is gone."""
+    """Raised if the server breaks down during a request, or is gone."""
 
 
 class NotOffered(EndpointError):
-    """The server understood the request and does not do it."""
+    """Raised if the server does not support a request."""
 
 
 class TooBusy(EndpointError):
-    """The server turned the request away for as long as it was asked."""
+    """Raised if the server stays busy for the whole time in which requests are repeated."""
 
 
 def _reply(choice: dict[str, Any]) -> Reply:
     found = choice.get("logprobs") or {}
-    if found.get("content"):  # as chat completions have them, which llama.cpp uses everywhere
+    if found.get("content"):  # the form of chat completions, which llama.cpp uses everywhere
         tokens = [part["token"] for part in found["content"]]
         top = [{one["token"]: one["logprob"] for one in part["top_logprobs"]} for part in found["content"]]
     else:
         tokens, top = found.get("tokens") or [], found.get("top_logprobs") or []
     if not tokens and choice.get("text"):
         raise EndpointError(
-            "the server sends no logprobs with its answers, which tell ties from faults; start it so that it does"
+            "the server sends no logprobs with its answers, which distinguish ties from faults; start it with them enabled"
         )
     likeliest = tuple(_likeliest(row or {}) for row in top)
     clean = tuple({} if any(_PART in token for token in row or ()) else dict(row or {}) for row in top)
@@ -276,6 +278,7 @@ def _reply(choice: dict[str, Any]) -> Reply:
 
 
 def _likeliest(row: dict[str, float]) -> tuple[Token, float] | None:
-    """Whether it can be judged must not depend on the token that was drawn, which some servers list too."""
+    """Return the likeliest token, or ``None`` if it cannot be judged. The drawn token, which some servers list too, must not
+    affect this."""
     best = max(row, key=row.__getitem__, default=_PART)
     return None if _PART in best else (best, row[best])

@@ -1,7 +1,7 @@
-"""Canvases of diffusion language models, and the rules by which passes turn noise into tokens.
+"""Define the canvases of diffusion language models, and the rules by which passes turn noise into tokens.
 
 A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens
-and reveal some in every pass; DiffusionGemma begins with random tokens (``decode/renoise.py``).
+and reveal some in every pass. DiffusionGemma begins with random tokens (``decode/renoise.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -22,20 +22,21 @@ T = TypeVar("T")
 
 
 class CanvasNoise(Protocol):
-    """The randomness of a canvas, a function of its start and its number of passes."""
+    """Source of the random numbers of a canvas, which depend on its start and its number of passes."""
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
-        """A token of each row of ``probs [L, V]``; ``[L]``."""
+        """Draw a token for each row of ``probs [L, V]``; ``[L]``."""
 
     def canvas_uniforms(self, start: int, step: int, length: int) -> NDArray[np.float64] | None:
-        """What :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None`` if it does otherwise."""
+        """Return the uniforms that :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None``
+        if it draws in another way."""
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
-        """Uniform random tokens ``[length]``."""
+        """Draw uniform random tokens ``[length]``."""
 
 
 class CoupledNoise(PositionNoise):
-    """Chooses with the noise of positions, so that a verifier that draws with it agrees as often as shared noise allows."""
+    """Draws with the noise of positions. A verifier that draws with the same noise agrees as often as shared noise allows."""
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return race(probs, self.exponentials(range(start, start + len(probs)), probs.shape[-1], probs.device))
@@ -46,35 +47,36 @@ class CoupledNoise(PositionNoise):
 
 @dataclass(slots=True)
 class Canvas:
-    """Tokens that are being denoised, at positions ``[start, start + L)``; on the CPU."""
+    """Tokens that are being denoised, at positions ``[start, start + L)``, on the CPU."""
 
     start: int
     tokens: Tensor
-    """``[L]``: the input of the next pass; once ``done``, the result."""
+    """Input of the next pass, ``[L]``; once ``done``, the result."""
     revealed: Tensor
-    """``[L]``, boolean: tokens that are final, unless a rule edits them."""
+    """Mask of final tokens, boolean ``[L]``. A rule may still edit them."""
     num_given: int
-    """How many of the first tokens were known before."""
+    """Number of first tokens that were given."""
     confidence: Tensor = field(init=False)
-    """``[L]``: how sure the model was of each token when it was decided; 0 before."""
+    """Probability of each token when it was decided, ``[L]``; 0 before."""
     step: int = 0
-    """Passes so far."""
+    """Number of passes so far."""
     done: bool = False
     feedback: Tensor | None = None
-    """``[L, H]``: the last prediction, for a model with self-conditioning."""
+    """Self-conditioning input ``[L, H]`` made from the last prediction, for a model that uses it."""
     predicted: Tensor | None = None
-    """``[L, V]``: the logits from which ``feedback`` is made."""
+    """Logits ``[L, V]`` from which ``feedback`` is made."""
     history: list[Tensor] = field(default_factory=list)
-    """The best tokens ``[L]`` of each of the last passes, for a rule that waits until they do not change."""
+    """Most likely tokens ``[L]`` of each of the last passes, for a rule that waits until they are stable."""
     max_steps: int | None = None
-    """The number of passes that a procedure has chosen for it."""
+    """Number of passes that a decoding method has chosen for it."""
     rode: bool = False
-    """Whether its first pass also verified another draft."""
+    """True if its first pass also verified another draft (a fused canvas)."""
     extra_steps: int = 0
-    """Passes since the last mask was revealed."""
+    """Number of passes since the last mask was revealed."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Of each slot's token under the model's unmodified distribution in the pass that chose it."""
+    """Log-probabilities of each slot's token under the unmodified distribution of the pass that chose it, and of the most
+    likely tokens there."""
 
     def __post_init__(self) -> None:
         self.confidence = torch.zeros(len(self))
@@ -83,22 +85,23 @@ class Canvas:
         return self.tokens.numel()
 
     def decide(self, chosen: Tensor, tokens: Tensor, confidence: Tensor) -> None:
-        """A pass that puts the ``chosen`` of ``tokens`` into their slots, of all of which it was so sure; each is ``[L]``."""
+        """Put the ``chosen`` of ``tokens`` into their slots with their ``confidence``, and count a pass; each argument is
+        ``[L]``."""
         self.tokens = torch.where(chosen, tokens, self.tokens)
         self.confidence = torch.where(chosen, confidence, self.confidence)
         self.revealed = self.revealed | chosen
         self.step += 1
 
     def draft(self) -> list[int | None]:
-        """The likeliest tokens so far; ``None`` for a mask."""
-        if self.history:  # the canvas itself has random tokens
+        """Return the most likely tokens so far; ``None`` for a mask."""
+        if self.history:  # the canvas itself holds random tokens
             return list(self.history[-1].tolist())
         pairs = zip(self.tokens.tolist(), self.revealed.tolist(), strict=True)
         return [token if known else None for token, known in pairs]
 
 
 class Look(NamedTuple):
-    """A pass over one canvas: row i of ``logits [L, V]`` (fp32) predicts slot i."""
+    """Output of a pass over one canvas: row i of ``logits [L, V]`` (fp32) predicts slot i."""
 
     canvas: Canvas
     logits: Tensor
@@ -108,7 +111,7 @@ class Look(NamedTuple):
 
 
 def grouped(items: Iterable[T], logits_of: Callable[[T], Tensor]) -> Iterator[list[T]]:
-    """Runs of ``items`` whose logits are processed together; one is, whatever its size."""
+    """Split ``items`` into runs whose logits are processed together; a run has at least one item."""
     some, size = list[T](), 0
     for item in items:
         logits = logits_of(item)
@@ -122,7 +125,7 @@ def grouped(items: Iterable[T], logits_of: Callable[[T], Tensor]) -> Iterator[li
 
 
 def read_together(*values: Tensor) -> list[Tensor]:
-    """Tensors of one shape and device on the CPU: one copy brings all of them."""
+    """Copy tensors of one shape and device to the CPU in one transfer."""
     if values[0].device.type == "cpu":
         return list(values)
     read = torch.stack([own.double() for own in values]).cpu()
@@ -130,14 +133,14 @@ def read_together(*values: Tensor) -> list[Tensor]:
 
 
 class Denoiser(ABC):
-    """A rule of denoising. It has no state: whatever belongs to a canvas is kept in the canvas.
+    """A denoising rule. It is stateless: the state of a canvas is in the canvas.
 
-    Equal rules decide about several canvases together.
+    Equal rules process several canvases together.
     """
 
     @abstractmethod
     def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
-        """A new canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
+        """Make a canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
 
     @abstractmethod
     def step(
@@ -145,17 +148,17 @@ class Denoiser(ABC):
     ) -> Tensor:
         """Apply one pass to ``canvas``, in place: row i of ``logits [L, V]`` (fp32) predicts slot i.
 
-        Returns which slots got their token in this pass, boolean ``[L]``.
+        Return the slots that got their token in this pass, boolean ``[L]``.
         """
 
     def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
-        """:meth:`step` of several canvases in one pass. A rule may compute what their rows have in common in one go."""
+        """Call :meth:`step` for several canvases. A rule may process their rows together."""
         return [self.step(*look) for look in looks]
 
 
 @dataclass(frozen=True)
 class Reveal(Denoiser):
-    """Mask tokens are revealed, the surest first, and stay (SDAR, arXiv 2510.06303; Fast-dLLM v2, arXiv 2509.26328)."""
+    """Reveals mask tokens, the most confident first; they then stay (SDAR, arXiv 2510.06303; Fast-dLLM v2, arXiv 2509.26328)."""
 
     mask_token_id: int
 
@@ -177,9 +180,10 @@ class Reveal(Denoiser):
     def candidates(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, noise: CanvasNoise
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A token for each slot ``[L]``, never the mask; its probability ``[L]``, both on the CPU; the distributions ``[L, V]``.
+        """Choose a token for each slot, never the mask. Return tokens and probabilities ``[L]`` on the CPU, and the
+        distributions ``[L, V]``.
 
-        At temperature 0 it is the likeliest token, and its probability that at temperature 1.
+        At temperature 0 the token is the most likely one, and its probability is that at temperature 1.
         """
         logits = without(logits, self.mask_token_id)
         if sampling.temperature == 0:
@@ -193,7 +197,7 @@ class Reveal(Denoiser):
         return tokens, confidence, probs
 
     def choose(self, canvas: Canvas, confidence: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-        """The masked slots that are revealed now, at least one if there are any: boolean ``[L]``."""
+        """Return the masked slots to reveal now, boolean ``[L]``; at least one if there are any."""
         masked = ~canvas.revealed
         if params.sub_block is not None:
             block = int(masked.int().argmax()) // params.sub_block
@@ -214,10 +218,10 @@ class Reveal(Denoiser):
 
 
 def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> Tensor:
-    """The masked slots of least entropy, as long as the sum of their entropies stays below the bound; one of them at least."""
+    """Return the masked slots of lowest entropy while the sum of their entropies is below the bound; at least one."""
     assert params.entropy_bound is not None
     entropy = torch.special.entr(probs).sum(dim=-1).cpu()
-    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # canvases of a broken model end, too
+    entropy = entropy.nan_to_num(nan=torch.finfo(entropy.dtype).max)  # a canvas ends even with NaN logits
     entropy = entropy.masked_fill(~masked, torch.inf)
     ordered, order = entropy.sort(stable=True)
     chosen = torch.zeros_like(masked)
@@ -230,7 +234,8 @@ MOST_EDITING_STEPS = 16
 
 
 class Edit(Reveal):
-    """The same, but a revealed token is replaced by another one with a probability above ``edit_threshold`` (LLaDA2.1)."""
+    """Reveals like :class:`Reveal`, and replaces a revealed token if another one has a probability above ``edit_threshold``
+    (LLaDA2.1)."""
 
     def step(
         self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise

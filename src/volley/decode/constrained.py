@@ -1,7 +1,7 @@
-"""Drafts under constraints: made token by token, each row masked for the tokens before it.
+"""Draft under constraints: token by token, with each row masked for the tokens before it.
 
-The target's rows get the same masks (``decode/rules.py``). So a draft has only tokens that the target may choose, and for
-speculative sampling q is exactly the distribution that each token was drawn from, given the tokens before it.
+The target's rows get the same masks (``decode/rules.py``). So a draft has only tokens that the target may choose. For
+rejection sampling, q is exactly the distribution that each token was drawn from, given the tokens before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,23 +23,24 @@ class Following(NamedTuple):
     """A drafter's logits for the positions of a block, one after another."""
 
     logits: Callable[[int, int, Tensor | None], Tensor]
-    """``logits(position, token, among)`` after a token: ``[1, V]`` of all tokens, or ``[1, n]`` of the tokens ``among [n]``."""
+    """Call ``logits(position, token, among)`` for the logits after a token: ``[1, V]`` of all tokens, or ``[1, n]`` of the
+    tokens ``among [n]``."""
     vocab_size: int
     is_stateful: bool
-    """Whether the drafter has to be asked at every position, so that it reads all tokens."""
+    """True if the drafter must be called at every position, because it reads all tokens."""
     best: Callable[[int, int, Bits], tuple[int, float] | None] | None = None
-    """``best(position, token, allowed)``, where that is faster: the likeliest allowed token after a token, and its probability
-    among them; ``None`` if none can be drafted."""
+    """Call ``best(position, token, allowed)``, a faster path for the most likely allowed token after a token, and its
+    probability among the allowed tokens. It returns ``None`` if none can be drafted."""
 
 
 def walk_constrained(
     following: Following, work: Work[Any], device: torch.device, *, with_confidence: bool = False
 ) -> Proposal:
-    """A chain under all rules of the work's request, to be verified on ``device``. It ends early where no token may follow.
+    """Draft a chain under all rules of the work's request, to be verified on ``device``. The chain ends early if no token may
+    follow.
 
-    Forced tokens are drafted without the drafter, even if its head does not have them.
-
-    Whether it ends at a position depends only on the tokens before it, as speculative sampling requires.
+    Forced tokens are drafted without the drafter, even if its head lacks them. The length of the chain depends only on the
+    tokens before its end, as rejection sampling requires.
     """
     request, ask = work.request, work.ask
     rules, params, noise, first = request.rules, request.params, request.noise, request.length
@@ -80,7 +81,7 @@ def walk_constrained(
             confidence.append(sure)
         tokens.append(token)
     probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
-    if probs_of_draft is not None and probs_of_draft.device != device:  # no row was there, or they were read before
+    if probs_of_draft is not None and probs_of_draft.device != device:  # all tokens were forced, or rows were read
         probs_of_draft = upload(probs_of_draft.numpy(), device)
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
 
@@ -88,7 +89,7 @@ def walk_constrained(
 def _best(
     following: Following, anchor: int, rules: Sequence[TokenRule], path: Sequence[int], *, with_confidence: bool
 ) -> tuple[int, float] | None:
-    """The likeliest token after ``path`` under ``rules``, the first of equal ones, and its probability, if that is asked for.
+    """Return the most likely token after ``path`` under ``rules``, the first of equal ones, with its probability if asked for.
 
     ``None`` if no token can be drafted.
     """
@@ -106,7 +107,7 @@ def _best(
 
 
 def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:
-    """Distributions ``[1, size]``, or a token that was certain, as rows ``[k, size]``."""
+    """Stack distributions ``[1, size]``, or tokens that are certain, as rows ``[k, size]``."""
     like = next((own for own in distributions if isinstance(own, Tensor)), torch.empty(1, size))
     sure = torch.eye(1, dtype=like.dtype, device=like.device)
     return torch.cat(
@@ -115,7 +116,7 @@ def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:
 
 
 def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
-    """A tree under all rules of the work's request, within the work's ask."""
+    """Draft a tree under all rules of the work's request, within the work's ask."""
     request, ask = work.request, work.ask
     rules, params = request.rules, request.params
     temperature = draft_temperature(params) or 1.0
@@ -134,16 +135,17 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
 
 
 def columns(row: Tensor, among: Tensor | None) -> Tensor:
-    """The entries of a row ``[1, V]`` for the tokens ``among [n]``, or for all."""
+    """Return the entries of a row ``[1, V]`` for the tokens ``among [n]``, or for all."""
     return row if among is None else row[:, among.to(row.device)]
 
 
 def _row(
     following: Following, anchor: int, rules: Sequence[TokenRule], path: Sequence[int]
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The drafter's row after ``path`` under ``rules``, ``[1, V]`` and ``None``; if few tokens are allowed, ``[1, n]`` and these.
+    """Return the drafter's row after ``path`` under ``rules``: ``[1, V]`` and ``None``, or, if few tokens are allowed, ``[1,
+    n]`` and these tokens.
 
-    ``None`` alone if no token can be drafted.
+    The result is ``None`` if no token can be drafted.
     """
     masks = [constraint.mask(path) for constraint in constraints(rules)]
     if any(mask is None for mask in masks):
@@ -162,5 +164,5 @@ def _row(
 
 
 def _widened(row: Tensor, among: Tensor | None, size: int, others: float) -> Tensor:
-    """A row ``[1, n]`` of the tokens ``among`` as one of all tokens ``[1, V]``; the others have the value ``others``."""
+    """Expand a row ``[1, n]`` over the tokens ``among`` to all tokens ``[1, V]``; the other entries are ``others``."""
     return row if among is None else row.new_full((1, size), others).index_copy_(1, among.to(row.device), row)

@@ -1,4 +1,5 @@
-"""Multi-step denoising: how many positions each step reveals, and which (AitherOS DFlash; DFlash is the one-step case)."""
+"""Denoise a block in several steps: how many positions each step reveals, and which (AitherOS DFlash; DFlash is the one-step
+case)."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from volley.errors import ConfigError, unknown_key
 
-# Weight of a step by its start and end in [0, 1]. Cosine reveals most at first, sqrt most at the end.
+# Weight of a step by its start and end in [0, 1]. Cosine reveals most in the first steps, sqrt most in the last.
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda start, _: math.cos(start * math.pi / 2),
     "linear": lambda start, end: end - start,
@@ -17,10 +18,10 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 
 
 def reveal_counts(num_positions: int, num_steps: int, schedule: str) -> list[int]:
-    """Positions to reveal in each of ``num_steps`` steps; their sum is ``num_positions``.
+    """Return the number of positions to reveal in each of ``num_steps`` steps; their sum is ``num_positions``.
 
-    Each step gets the whole part of its share. The rest goes to the heaviest steps, earliest first. 16 positions in 4 cosine
-    steps are ``[6, 5, 3, 2]``.
+    Each step gets its share, rounded down. The rest goes to the steps of largest weight, earliest first. 16 positions in 4
+    cosine steps are ``[6, 5, 3, 2]``.
     """
     if schedule not in SCHEDULES:
         raise unknown_key("denoising schedule", schedule, SCHEDULES)
@@ -45,9 +46,9 @@ def denoise(
 ) -> Tensor:
     """Fill in the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident first.
 
-    ``look(indices)`` returns the logits ``[Σ k, V]`` of all positions of some blocks as they stand, and ``choose(index,
-    logits [k, V])`` a token for each position of one block. Each step reveals as many positions as the schedule says, and with a
-    ``threshold`` also those whose likeliest token has a higher probability. A full block is looked at no more. Returns the
+    ``look(indices)`` returns the logits ``[Σ k, V]`` of all positions of the given blocks. ``choose(index, logits [k, V])``
+    returns a token for each position of one block. Each step reveals as many positions as the schedule says. With a
+    ``threshold`` it also reveals those whose most likely token has a higher probability. A full block is skipped. Returns the
     logits of the first step.
     """
     sizes = [len(block) - 1 for block in blocks]
@@ -72,9 +73,9 @@ def denoise(
 
 
 def reveal(masked: Tensor, confidence: Tensor, count: int, sure: float = math.inf) -> Tensor:
-    """The ``count`` most confident positions that are still masked, and all above ``sure``, as a boolean mask ``[k]``.
+    """Return the ``count`` most confident masked positions and all above ``sure``, as a boolean mask ``[k]``.
 
-    ``masked [k]`` is boolean, ``confidence [k]`` any score of the drafter's own.
+    ``masked [k]`` is boolean; ``confidence [k]`` is any score of the drafter.
     """
     score = confidence.masked_fill(~masked, -torch.inf)
     chosen = score > sure

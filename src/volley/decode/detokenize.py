@@ -1,4 +1,4 @@
-"""From tokens to text, as they come."""
+"""Turn tokens into text as they arrive."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,12 +9,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 def _pending(text: str) -> int:
-    """How many marks at the end of a text may stand for bytes that become a character, which some decoders mark one by one."""
+    """Return how many replacement characters at the end of ``text`` may be parts of an unfinished character."""
     return min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase | None, skips: bool) -> Callable[[list[int]], str]:
-    """The text of tokens. A tokenizer of the ``tokenizers`` library is asked itself: transformers' checks take twice as long."""
+    """Return the decode function of a tokenizer. A ``tokenizers`` backend is called directly, because transformers' checks
+    double the time."""
     if tokenizer is None:
         return lambda _: ""
     kind: Any = type(tokenizer)
@@ -25,9 +26,10 @@ def _decoder(tokenizer: PreTrainedTokenizerBase | None, skips: bool) -> Callable
 
 
 class Detokenizer:
-    """Turns a growing list of tokens into text without ever taking back a character."""
+    """Turns a growing list of tokens into text, and never retracts a character."""
 
-    # Tokens, and up to twice as many, that are decoded again with new ones: merges and characters cross borders.
+    # Tokens of context, and at most twice as many, that are decoded again with new ones, because merges and characters span
+    # tokens.
     _CONTEXT = 6
 
     def __init__(
@@ -37,28 +39,28 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         before: Sequence[int] = (),
     ) -> None:
-        """``before`` are tokens that the text goes on from: some tokenizers drop the space in front of a first word."""
+        """Continue the text of ``before``: some tokenizers drop the space in front of a first word."""
         self.decode = _decoder(tokenizer, skip_special_tokens)
         self._is_silent = tokenizer is None
         self._begin(before)
 
     def _begin(self, before: Sequence[int]) -> None:
-        """Go on behind these tokens, the text of which is out."""
+        """Continue after these tokens, whose text was emitted."""
         self._token_ids = list(before[-self._CONTEXT :])
         while (known := self.decode(self._token_ids)).startswith("\ufffd"):  # not in the middle of a character
             del self._token_ids[0]
-        if known.endswith("\ufffd"):  # a part of a character, perhaps: what follows is told by itself
+        if known.endswith("\ufffd"):  # perhaps part of a character: later text is decoded alone
             self._token_ids, known = [], ""
-        self._start = 0  # decoding begins here
-        self._known = known  # the text from there that is out
-        self._last_whole = len(self._token_ids)  # the tokens up to here are whole characters
-        self._whole = list[int]()  # all such places behind the start
+        self._start = 0  # index at which decoding begins
+        self._known = known  # emitted text from there on
+        self._last_whole = len(self._token_ids)  # tokens before this index are whole characters
+        self._whole = list[int]()  # all such indices after the start
 
     def push(self, token_id: int, *, last: bool = False) -> str:
-        """The new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
+        """Return the new text that ``token_id`` completes; empty while a multi-byte character is unfinished."""
         if self._is_silent:
             return ""
-        text = self.decode([*self._token_ids[self._start :], token_id])  # where that fails, nothing has changed
+        text = self.decode([*self._token_ids[self._start :], token_id])  # if this raises, nothing has changed
         self._token_ids.append(token_id)
         if text.endswith("\ufffd") and not last and len(self._token_ids) - self._last_whole < 4:
             return ""  # a character has four bytes at most
@@ -69,7 +71,9 @@ class Detokenizer:
             self._whole.append(self._last_whole)
         if len(self._token_ids) - self._start >= 2 * self._CONTEXT:
             latest = len(self._token_ids) - self._CONTEXT
-            before = [at for at in self._whole if at < len(self._token_ids)]  # not the end: some context is left
+            before = [
+                at for at in self._whole if at < len(self._token_ids)
+            ]  # not the end, so that some context is left
             self._start = min(before, key=lambda at: (at > latest, abs(at - latest)), default=latest)
             self._whole = [at for at in self._whole if at > self._start]
             text = self.decode(self._token_ids[self._start :])
@@ -77,7 +81,8 @@ class Detokenizer:
         return new
 
     def push_all(self, token_ids: list[int], *, last: bool = False) -> str:
-        """What :meth:`push` makes of one after the other, decoded at once where no character is unfinished behind them."""
+        """Return the text of :meth:`push` for each token. They are decoded in one call if no character is unfinished at their
+        end."""
         if self._is_silent:
             return ""
         if len(token_ids) > self._CONTEXT:
@@ -90,7 +95,7 @@ class Detokenizer:
         return "".join(self.push(token, last=last and place == end) for place, token in enumerate(token_ids))
 
     def flush(self) -> str:
-        """What is left of an unfinished character, for the end of a text."""
+        """Return the rest of an unfinished character, at the end of a text."""
         if self._is_silent:
             return ""
         text = self.decode(self._token_ids[self._start :])
@@ -98,7 +103,7 @@ class Detokenizer:
         return new
 
     def peek(self, token_ids: Sequence[int | None], masked: str) -> str:
-        """The text that ``token_ids`` would add, with ``masked`` for each that is not known; nothing of it is kept."""
+        """Return the text that ``token_ids`` would add, with ``masked`` for each unknown one. The state does not change."""
         context, done = self._token_ids[self._start :], self._known
         text = ""
         for is_masked, run in groupby(token_ids, lambda token: token is None):

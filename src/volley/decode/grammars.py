@@ -1,8 +1,8 @@
-"""Grammars: compiled for a tokenizer by llguidance, and the rule that masks logits with one.
+"""Compile grammars for a tokenizer with llguidance, and mask logits by them.
 
-A matcher stands at the end of the output. It walks along the paths of a draft and comes back. Each row of a verification gets the
-mask of its own path, before temperature and truncation: the mask that plain decoding would have had there. Drafts are made under
-the same masks, so draft and target have the same support.
+A matcher stands at the end of the output. It follows the paths of a draft and rolls back. Each row of a verification gets the
+mask of its own path, before temperature and truncation, as in plain decoding. Drafts are made under the same masks, so draft
+and target have the same support.
 """
 
 import json
@@ -22,18 +22,19 @@ from volley.decode.schemas import enforceable
 from volley.errors import ConfigError, InputError
 from volley.grammar import Grammar
 
-_KEPT = 256  # compiled grammars
+_KEPT = 256  # most compiled grammars in the cache
 _LONGEST_MESSAGE = 300
-_MASK_WORK = 50_000  # most expressions that a lexer may derive for one mask: about 50 ms
+_MASK_WORK = 50_000  # most expressions that the lexer may derive for one mask: about 50 ms
 _TRIAL_TOKENS = 8
-_MOST_TRIALS = 32  # most parts of a schema that are compiled to find the one at fault
+_MOST_TRIALS = 32  # most parts of a schema that are compiled to find the invalid one
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer, and keeps the most recent ones. Threads may share it."""
+    """Compiles grammars for one tokenizer and caches the most recent ones. It is thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
-        """``vocab_size`` is the width of the target's logits; ``end_token_ids`` end a text where its grammar accepts it."""
+        """Compile for ``tokenizer``. ``vocab_size`` is the width of the target's logits; ``end_token_ids`` end a text that its
+        grammar accepts."""
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(end_token_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
@@ -41,15 +42,15 @@ class Grammars:
         self._kept: Bits = np.empty(0, dtype=np.uint8)
 
     def rule(self, grammar: Grammar, *, ignore_eos: bool = False) -> "GrammarRule":
-        """A rule for one request. Raises :class:`ConfigError` if the grammar cannot be compiled.
+        """Make the rule of one request. Raises :class:`ConfigError` if the grammar cannot be compiled.
 
-        With ``ignore_eos`` no end token is allowed, and the text goes on until nothing can follow.
+        With ``ignore_eos`` no end token is allowed, and the text goes on until no token can follow.
         """
         matcher = self.compile(grammar).deep_copy()
         return GrammarRule(matcher, self._kept, [] if ignore_eos else self._ends)
 
     def compile(self, grammar: Grammar) -> Any:
-        """The matcher of a grammar before its first token. It is shared: copy it before use."""
+        """Return the matcher of a grammar before its first token. It is shared: copy it before use."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._read_tokenizer()
@@ -65,7 +66,7 @@ class Grammars:
         return matcher
 
     def _try_out(self, matcher: Any, grammar: Grammar) -> None:
-        """Write the beginning of a random text: a grammar that becomes too complex is refused before it is used."""
+        """Generate the beginning of a random text, so that a grammar that becomes too complex is refused before it is used."""
         chance, rule = random.Random(0), GrammarRule(matcher.deep_copy(), self._kept, [])
         try:
             if (mask := rule.mask([])) is None:
@@ -97,7 +98,7 @@ class Grammars:
             import llguidance.hf
         except ImportError:
             raise ConfigError("grammars need the llguidance package; install volley-llm[grammar]") from None
-        size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks are whole words
+        size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks consist of 64-bit words
         try:
             vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
             vocabulary = _with_added_text(vocabulary, self._tokenizer)
@@ -118,7 +119,7 @@ class Grammars:
         return LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
 
     def _locate(self, schema: dict[str, Any], whitespace: str, problem: str) -> tuple[str, str]:
-        """The JSON pointer of the innermost part of a schema that cannot be compiled by itself, and why."""
+        """Return the JSON pointer of the innermost part of a schema that does not compile alone, and the reason."""
         shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         part, pointer, trials = schema, "", _MOST_TRIALS
         while True:
@@ -133,12 +134,12 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A vocabulary of llguidance's, with other special tokens."""
+    """A vocabulary of llguidance with other special tokens."""
 
     bos_token_id = None
 
     def __init__(self, known: Any, special_token_ids: list[int], added: Collection[str]) -> None:
-        """``added`` are the added tokens that are text."""
+        """Wrap the vocabulary ``known``. ``added`` are the added tokens that are text."""
         self._known, self.special_token_ids = known, special_token_ids
         self._added = re.compile("(" + "|".join(map(re.escape, sorted(added, key=len, reverse=True))) + ")")
         self.eos_token_id = known.eos_token
@@ -146,7 +147,7 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("it takes text")  # which tells llguidance not to give bytes
+            raise TypeError("it takes text")  # this tells llguidance not to pass bytes
         tokens: list[int] = self._known.tokenize_str(text)
         if self._text(tokens) == text.encode():
             return tokens
@@ -161,9 +162,9 @@ class _Vocabulary:
 
 
 def _with_added_text(vocabulary: Any, tokenizer: Any) -> Any:
-    """The vocabulary in which added tokens that are not special are text.
+    """Return a vocabulary in which added tokens that are not special are text.
 
-    llguidance takes each added token of the form ``<...>`` for a special one. Qwen's ``<tool_call>`` and ``</think>`` are text.
+    llguidance treats each added token of the form ``<...>`` as special. Qwen's ``<tool_call>`` and ``</think>`` are text.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -196,7 +197,7 @@ def _text_for_library(grammar: Grammar) -> str:
         case "ebnf":
             try:
                 text = LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source))
-            except Exception as error:  # the converter raises bare ones
+            except Exception as error:  # the converter raises bare Exception
                 told = shorten(str(error) or type(error).__name__, _LONGEST_MESSAGE)
                 raise ConfigError(f"the ebnf grammar cannot be used: {told}") from None
     return str(text)
@@ -213,7 +214,7 @@ def _schema_text(schema: dict[str, Any], whitespace: str) -> str:
     from llguidance import LLMatcher
 
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    options: Any = {"lenient": False, **spaces}  # above what the schema itself may ask for in x-guidance
+    options: Any = {"lenient": False, **spaces}  # these override what the schema asks for in x-guidance
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
     except (ValueError, RecursionError) as error:
@@ -223,7 +224,7 @@ def _schema_text(schema: dict[str, Any], whitespace: str) -> str:
 
 
 def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas directly inside a schema, with the end of each one's JSON pointer."""
+    """Yield the schemas directly inside a schema, each with the last part of its JSON pointer."""
     for key, value in schema.items():
         if key in ("const", "enum", "default", "examples"):
             continue
@@ -243,22 +244,22 @@ def _first_line(message: str) -> str:
 
 
 class GrammarRule(Constraint):
-    """The grammar of one request.
+    """Grammar of one request.
 
-    The matcher does not know end tokens: they are allowed where it accepts the text. A request whose text cannot go on ends
+    The matcher does not know end tokens: they are allowed if it accepts the text. A request whose text cannot go on ends
     without one.
     """
 
     title = "a grammar"
 
     def __init__(self, matcher: Any, kept: Bits, end_token_ids: Sequence[int]) -> None:
-        """``kept`` are the tokens that a grammar may allow, as bits in whole words of 64."""
+        """Mask by ``matcher``. ``kept`` are the tokens that a grammar may allow, as bits in 64-bit words."""
         self._matcher, self._keeps, self._kept = matcher, kept, kept.view(np.uint64)
         self._ends = end_token_ids
-        self._at: list[int] = []  # the path on which the matcher stands
+        self._at: list[int] = []  # path at which the matcher stands
         self._masks: dict[tuple[int, ...], Bits | None] = {}
-        self._runs: dict[tuple[int, ...], list[int]] = {}  # what is forced behind paths
-        self._allowed: set[tuple[int, ...]] = {()}  # paths known to be allowed; not all have a mask
+        self._runs: dict[tuple[int, ...], list[int]] = {}  # forced tokens after each path
+        self._allowed: set[tuple[int, ...]] = {()}  # paths known to be allowed; some have no mask yet
         self._words = np.zeros_like(self._kept)
         self._address = self._words.ctypes.data, self._words.nbytes
 
@@ -270,7 +271,7 @@ class GrammarRule(Constraint):
             return
         if self._at[:1] == [token_id]:
             del self._at[0]
-            if self._at:  # the matcher stands further on, so the text can go on
+            if self._at:  # the matcher is further along this path, so the text can go on
                 return
         else:
             self._go_to([])
@@ -288,7 +289,8 @@ class GrammarRule(Constraint):
         return self._masks[key]
 
     def allows(self, path: Sequence[int], token_id: int) -> bool:
-        """Asks the matcher about one token, unless there is a mask already: a mask takes several times as long."""
+        """Return True if ``token_id`` may follow ``path``. Without a cached mask the matcher checks the one token, which is
+        several times faster."""
         key = tuple(path)
         if key in self._masks or token_id in self._ends or not is_in(token_id, self._keeps):
             return super().allows(path, token_id)
@@ -301,7 +303,7 @@ class GrammarRule(Constraint):
             self._go_to(key)
         if num_valid <= len(rest):
             return False
-        forced = self._matcher.compute_ff_tokens()  # a mask allows one spelling of forced text
+        forced = self._matcher.compute_ff_tokens()  # a mask allows one tokenization of forced text
         if forced and forced[0] != token_id:
             return False
         if key in self._allowed:
@@ -309,7 +311,8 @@ class GrammarRule(Constraint):
         return True
 
     def forced(self, path: Sequence[int]) -> list[int]:
-        """In one question for several tokens, and without a mask. It finds text that is forced, whatever its tokens are."""
+        """Return forced tokens with one call to the matcher and without a mask. Forced text is found whatever its
+        tokenization."""
         key = tuple(path)
         if key not in self._runs:
             self._runs[key] = self._find_run(key)
@@ -342,13 +345,13 @@ class GrammarRule(Constraint):
         return mask
 
     def _go_to(self, path: Sequence[int]) -> None:
-        """Move the matcher to a path that it allows."""
+        """Move the matcher to an allowed path."""
         self._step_back(path)
         self._matcher.consume_tokens(list(path[len(self._at) :]))
         self._at = list(path)
 
     def _step_back(self, path: Sequence[int]) -> None:
-        """Move the matcher back to the last node that its path shares with ``path``."""
+        """Roll the matcher back to the last node that its path shares with ``path``."""
         common = 0
         while common < min(len(path), len(self._at)) and path[common] == self._at[common]:
             common += 1

@@ -1,7 +1,8 @@
-"""Late drafts: their tokens stay on the device and are read together with the verdicts, so the host waits once a step.
+"""Keep drafts on the device until their verdicts are read, so that the host waits once a step.
 
-The tokens go from the drafter into the target's pass without the host, which prepares that pass meanwhile. Until they are read,
-``Proposal.token_ids`` are zeros. Drafts that are needed earlier, for a rule, a tree or a cut by confidences, are read at once.
+Draft tokens go from the drafter into the target's pass without the host, which prepares that pass in the meantime. Until they
+are read, ``Proposal.token_ids`` are zeros. A draft that the host needs earlier, for a rule, a tree or a cut by confidence, is
+read at once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,23 +19,21 @@ from volley.types import Late, Proposal
 
 
 class Reading:
-    """Collects integers on one device, which the host then reads in one copy."""
+    """Collects integers on one device and reads them in one copy."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Callable[[list[int]], None]]] = []
         self._size = 0
 
     def add(self, values: Tensor, take: Callable[[list[int]], None]) -> int:
-        """``take`` is called with ``values [n]`` (int64) when they are read, in the order in which they were added.
-
-        Returns where they begin among all that are read.
-        """
+        """Add ``values [n]`` (int64), and return the index of the first among all values. When they are read, ``take`` is
+        called with them, in the order of the calls."""
         self._parts.append((values, take))
         self._size += len(values)
         return self._size - len(values)
 
     def add_drafts(self, works: Iterable[Work[Any]]) -> None:
-        """Add the late drafts of ``works``; reading makes ordinary drafts of them."""
+        """Add the drafts of ``works`` that are on the device. Reading turns them into ordinary drafts."""
         for proposal in (work.proposal for work in works if work.proposal.late is not None):
             assert proposal.late is not None
             self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
@@ -42,11 +41,11 @@ class Reading:
                 self.add_confidence(proposal, proposal.late.confidence)
 
     def add_confidence(self, proposal: Proposal, values: Tensor) -> None:
-        """``values [k]`` in double precision will be the confidences of ``proposal``."""
+        """Add ``values [k]`` in double precision, which become the confidences of ``proposal``."""
         self.add_doubles(values, partial(setattr, proposal, "confidence"))
 
     def add_doubles(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
-        """The same as :meth:`add` of ``values [n]`` in double precision."""
+        """Call :meth:`add` with ``values [n]`` in double precision."""
         self.add(values.view(torch.int64), lambda bits: take(np.array(bits, dtype=np.int64).view(np.float64).tolist()))
 
     def read(self, meanwhile: Callable[[Tensor], None] | None = None) -> None:
@@ -72,7 +71,8 @@ def _take_tokens(proposal: Proposal, values: list[int]) -> None:
 def late_proposals(
     works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None, drafted: Tensor | None = None
 ) -> list[Proposal]:
-    """Late drafts: each work's part of ``tokens [Σ k]``, and of ``probs [Σ k, n]`` over ``drafted [n]`` that they come from."""
+    """Make drafts on the device: each work gets its part of ``tokens [Σ k]``, and of the distributions ``probs [Σ k, n]`` over
+    the tokens ``drafted [n]``."""
     sizes = [work.ask.positions for work in works]
     each = [None] * len(works) if probs is None else torch.split(probs, sizes)
     parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)
@@ -80,7 +80,7 @@ def late_proposals(
 
 
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
-    """The draft tokens ``[Σ k]`` of ``works`` on ``device``, late ones and others."""
+    """Return the draft tokens ``[Σ k]`` of ``works`` on ``device``, whether the host has read them or not."""
     known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
     uploaded = upload_indices(known, device) if known else torch.empty(0, dtype=torch.int64, device=device)
     start, parts = 0, list[Tensor]()
@@ -94,10 +94,11 @@ def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
 
 
 def count_accepted(works: Sequence[Work[Any]], chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens of each draft are kept, and the token behind them: ``[n]`` each, where only the device knows.
+    """Count the accepted tokens of each draft on the device. Return these counts and the bonus tokens, ``[n]`` each.
 
-    :func:`volley.decode.verify.verify_choices` for chains, some of which have a token; ``chosen`` are all numbers that the host
-    will read, the tokens of each work from its ``choices`` on. What was counted already (``kept``) is taken from there.
+    This is :func:`volley.decode.verify.verify_choices` for chains, some of which have a token. ``chosen`` holds all values
+    that the host will read; the tokens of each work begin at its ``choices``. A count that exists already (``kept``) is taken
+    from there.
     """
     sizes = np.array([len(work.proposal.token_ids) for work in works])[:, None]
     firsts = np.array([work.choices for work in works], dtype=np.int64)[:, None]
@@ -118,7 +119,7 @@ def count_accepted(works: Sequence[Work[Any]], chosen: Tensor) -> tuple[Tensor, 
 
 
 def read_drafts(works: Iterable[Work[Any]]) -> None:
-    """Read the late drafts of ``works`` now."""
+    """Read the on-device drafts of ``works`` now."""
     reading = Reading()
     reading.add_drafts(works)
     reading.read()

@@ -1,12 +1,12 @@
-"""Exponential noise that is a function of (seed, position, token), the same on every device up to the rounding of a logarithm.
+"""Make exponential noise as a function of (seed, position, token), equal on every device up to the rounding of a logarithm.
 
-Philox4x64-10 (Salmon et al. 2011) turns a key of two words and a counter of four into four random words of 64 bits. The key is
-(seed, purpose), and the counter (1 + token // 4, 0, position, 0), as NumPy's generator has it: that one is used on a CPU without
-volley's library in C. On a GPU a kernel computes each word by itself, or PyTorch where there is no Triton.
+Philox4x64-10 (Salmon et al. 2011) turns a key of two words and a counter of four into four random 64-bit words. The key is
+(seed, purpose), and the counter is (1 + token // 4, 0, position, 0), as in NumPy's generator. NumPy's generator is used on a
+CPU without volley's C library. On a GPU a Triton kernel computes each word, or PyTorch if there is no Triton.
 
-A token of probability p wins a race if its noise is about as small as p, so small numbers must be precise, too. A word w gives
-``e = −log(1 − u)`` with ``u = w / 2⁶⁴`` in floating point, whose relative precision is the same down to 2⁻⁶³. Noise of 23 bits
-would be 0 once in 2²³ draws: with 152k tokens, one race of 55 would be won by a token of any probability.
+A token of probability p wins a race if its noise is about as small as p, so small values must be precise, too. A word w gives
+``e = −log(1 − u)`` with ``u = w / 2⁶⁴`` in floating point, whose relative precision is constant down to 2⁻⁶³. Noise of 23 bits
+would be 0 once in 2²³ draws. With 152k tokens, a token of any probability would then win one race in 55.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from volley.memory.kernels import usable
 from volley.memory.upload import upload
 from volley.native import sampling as in_c
 
-_KEPT = 128  # rows kept on a CPU: draft, target and the next draft ask for the same ones
+_KEPT = 128  # rows cached on a CPU: draft, target and the next draft use the same ones
 _LOW = 2**32 - 1
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 SMALLEST, LARGEST = 2.0**-63, 1 - 2.0**-24
-"""Bounds of the uniforms: with 0 or 1 the race would divide by 0 or by infinity."""
+"""Bounds of the uniforms: 0 or 1 would make the race divide by 0 or by infinity."""
 
 
 def exponentials(
@@ -37,9 +37,9 @@ def exponentials(
     device: torch.device,
     moved: Tensor | None = None,
 ) -> Tensor:
-    """Unit exponentials ``[R, size]`` (fp32) of R pairs of seed and position.
+    """Return unit exponentials ``[R, size]`` (fp32) for R pairs of seed and position.
 
-    If only the device knows the positions, each is ``moved [R]`` further on than it says.
+    If only the device knows the positions, ``moved [R]`` is added to them there.
     """
     if device.type == "cpu":
         if moved is not None:
@@ -64,15 +64,16 @@ def _row(seed: int, position: int, purpose: int, size: int) -> Tensor:
 
 
 def from_words(words: Tensor) -> Tensor:
-    """Unit exponentials (fp32) of random words (int64)."""
+    """Turn random words (int64) into unit exponentials (fp32)."""
     uniforms = ((words >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(SMALLEST, LARGEST)
     return uniforms.neg_().log1p_().neg_()
 
 
 def philox(places: Tensor, purpose: int, size: int) -> Tensor:
-    """Random words ``[R, size]`` (int64) of ``places [2, R]``, seeds and positions; the reference of the kernel.
+    """Return random words ``[R, size]`` (int64) for ``places [2, R]``, seeds and positions; this is the reference of the
+    kernel.
 
-    PyTorch's products of int64 wrap like those of unsigned integers; upper halves are computed from halves of 32 bits.
+    PyTorch's int64 products wrap like unsigned ones. Upper halves are computed from 32-bit halves.
     """
     seeds, positions = places[:, :, None].unbind(0)
     blocks = torch.arange(1, 2 + (size - 1) // 4, device=places.device)[None]
@@ -88,14 +89,14 @@ def philox(places: Tensor, purpose: int, size: int) -> Tensor:
 
 
 def _product(words: Tensor, by: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 64 bits of ``words`` times ``by``."""
+    """Return the upper and the lower 64 bits of ``words`` times ``by``."""
     low, high = words & _LOW, (words >> 32) & _LOW
     by_low, by_high = by & _LOW, by >> 32
-    middle = high * by_low + (((low * by_low) >> 32) & _LOW)  # below 2⁶⁴, as is each sum that follows
+    middle = high * by_low + (((low * by_low) >> 32) & _LOW)  # below 2⁶⁴, as is each later sum
     other = low * by_high + (middle & _LOW)
     return high * by_high + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW), words * _signed(by)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the lower 64 bits of ``word``."""
+    """Return the int64 with the lower 64 bits of ``word``."""
     return (word + 2**63) % 2**64 - 2**63

@@ -1,8 +1,9 @@
-"""From the drafter's logits to draft tokens, and to the distributions they were drawn from, where these are known.
+"""Turn the drafter's logits into draft tokens, and into the distributions they were drawn from, if these are known.
 
-The positions of one draft pass are independent given the context. With a sequential head each depends on the token before it, so
-they are *walked*: greedily over candidates of each position, or by draws from whole distributions, because a sampled target often
-chooses a token that is no candidate. Tokens are drawn from exactly ``q(d_i | d_<i)``, so speculative sampling is lossless.
+The positions of one draft pass are independent given the context. With a sequential head each position depends on the token
+before it, so positions are *walked* in order: greedily over the best candidates, or by draws from whole distributions, because
+a sampled target often chooses a token outside the candidates. Tokens are drawn from exactly ``q(d_i | d_<i)``, so rejection
+sampling is lossless.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +21,15 @@ from volley.types import Proposal, SamplingParams
 Works = Sequence[Work[Any]]
 
 Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
-"""``after(rows, tokens)``: the logits ``[n, V]`` of n positions, which are numbered over all blocks, each after its token. Tokens
-are on the host, or on the device of the logits."""
+"""Call ``after(rows, tokens)`` for the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token.
+Tokens are on the host, or on the device of the logits."""
 
 
 def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Numbers | Tensor) -> tuple[Tensor, Tensor]:
-    """Draw every position from its own distribution, for speculative sampling: tokens ``[R]`` and distributions ``[R, V]``.
+    """Draw every position from its own distribution, for rejection sampling. Return tokens ``[R]`` and distributions ``[R,
+    V]``.
 
-    ``logits [R, V]`` may belong to several requests that sample alike; each row has one of ``uniforms [R]``.
+    ``logits [R, V]`` may belong to several requests with equal sampling parameters; each row has one of ``uniforms [R]``.
     """
     probs = draft_probs(logits, params)
     return draw(probs, uniforms), probs
@@ -36,27 +38,27 @@ def propose_sampled(logits: Tensor, params: SamplingParams, uniforms: Numbers | 
 def propose_coupled(
     logits: Tensor, params: SamplingParams, places: Sequence[tuple[PositionNoise, int]], moved: Tensor | None = None
 ) -> Tensor:
-    """Draw every position with the noise that the target will use there, for sample-and-match only; tokens ``[R]``.
+    """Draw every position with the noise that the target will use there, for coupled sampling only. Return tokens ``[R]``.
 
-    ``places`` has the noise and the position of each row of ``logits [R, V]``, which is ``moved [R]`` further on if only the
-    device knows that.
+    ``places`` holds the noise and the position of each row of ``logits [R, V]``. If only the device knows the positions,
+    ``moved [R]`` is added to them there.
     """
     return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device, moved))
 
 
 def walk_best(after: Transitions, works: Works) -> list[Proposal]:
-    """The likeliest token of every position after those before it."""
+    """Draft the most likely token of every position, given the tokens before it."""
     return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1)))
 
 
 def walk_sampled(after: Transitions, works: Works, drafted: Tensor | None = None) -> list[Proposal]:
-    """Draw every position given the token drawn before it, for speculative sampling.
+    """Draw every position given the token drawn before it, for rejection sampling.
 
-    ``after`` may have logits of the tokens ``drafted [n]`` alone.
+    ``after`` may return logits of the tokens ``drafted [n]`` only.
     """
     cycles = [(work.request.noise, work.request.length) for work in works]
     numbers = uniforms_of(cycles, [work.ask.positions for work in works], Purpose.DRAFT)
-    drawn: list[Tensor] = []  # uniforms and distributions of all positions, made when device and size are known
+    drawn: list[Tensor] = []  # uniforms and distributions of all positions, made once device and size are known
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
@@ -71,7 +73,7 @@ def walk_sampled(after: Transitions, works: Works, drafted: Tensor | None = None
 
 
 def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
-    """Draw with the noise that the target will use at each position, for sample-and-match only."""
+    """Draw with the noise that the target will use at each position, for coupled sampling only."""
 
     def choose(distributions: Tensor, _: Tensor, works: Works, position: int) -> Tensor:
         places = [(work.request.noise, work.request.length + position) for work in works]
@@ -81,11 +83,11 @@ def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
 
 
 WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
-"""Chains token by token, by the rule that will verify them; works that sample alike, side by side."""
+"""Functions that draft chains token by token, by verification rule. Their works must have equal sampling parameters."""
 
 
 def _walk(after: Transitions, works: Works, choose: Callable[[Tensor, Tensor, Works, int], Tensor]) -> Tensor:
-    """The tokens of all blocks ``[Σ k]``, where ``after`` has its logits; the host reads none.
+    """Draft the tokens ``[Σ k]`` of all blocks, on the device of the logits; the host reads none.
 
     ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows.
     """

@@ -1,8 +1,8 @@
-"""DiffusionGemma's rule: a canvas begins with random tokens, and all of them are decided anew in every pass.
+"""Denoise by DiffusionGemma's rule: a canvas begins with random tokens, and every pass decides all of them again.
 
-A pass accepts the candidates of least entropy and replaces all others by new random tokens. The result are the best tokens of the
-last pass; of drafts, what their verifier would draw in it. After transformers' ``generation_diffusion_gemma.py``, number for
-number; arXiv 2505.24857 has the idea.
+A pass accepts the candidates of lowest entropy and replaces the others with new random tokens. The result is the most likely
+tokens of the last pass; for a draft, the tokens that its verifier would draw there. The rule follows transformers'
+``generation_diffusion_gemma.py`` number for number; the idea is from arXiv 2505.24857.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ class Renoise(Denoiser):
         return self.step_together([Look(canvas, logits, sampling, params, noise)])[0]
 
     def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
-        """What is done to rows is done to those of neighbours of one length at once; only draws are each canvas' own.
+        """Process the rows of neighbouring canvases of equal length together; only the draws are per canvas.
 
-        A slot has its token when the canvas is done, and none before.
+        All slots get their tokens when the canvas is done, and none before.
         """
         decided = list[Tensor]()
         for length, alike in groupby(looks, key=lambda look: len(look.canvas)):
@@ -51,7 +51,7 @@ class Renoise(Denoiser):
         return decided
 
     def _step_alike(self, looks: list[Look]) -> None:
-        """Canvases of one length L, whose rows are ``[N, L, V]``."""
+        """Apply a pass to canvases of one length L, whose rows are ``[N, L, V]``."""
         heat = upload(temperatures(looks), looks[0].logits.device)[:, None, None]
         logits = torch.stack([look.logits for look in looks]).div_(heat)
         best = candidates = likeliest(logits.flatten(0, 1)).view(logits.shape[:-1])
@@ -79,7 +79,7 @@ class Renoise(Denoiser):
 
 
 def _result(look: Look, best: Tensor) -> Tensor:
-    """The best tokens ``[L]``; of a sampled draft those that its verifier would draw in the last pass."""
+    """Return the most likely tokens ``[L]``; for a sampled draft, the tokens that its verifier would draw in the last pass."""
     if look.sampling.temperature == 0 or not isinstance(look.noise, CoupledNoise):
         return best.clone()
     law = torch.cat([token_probs(rows, look.sampling) for rows in _parts(look.logits)])
@@ -87,9 +87,9 @@ def _result(look: Look, best: Tensor) -> Tensor:
 
 
 def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
-    """The temperature of each pass, which falls from one to the next. In fp32, as transformers computes it.
+    """Return the temperature of each pass, which falls from pass to pass; in fp32, as in transformers.
 
-    A request's own temperature is a factor. At 0, where no candidate is drawn, the schedule stays as it is.
+    A request's own temperature is a factor. At 0, where no candidate is drawn, the schedule is unchanged.
     """
     found = np.empty(len(looks), dtype=np.float32)
     for row, (canvas, _, sampling, params, _) in enumerate(looks):
@@ -103,7 +103,8 @@ def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
 
 
 def accept(entropy: Tensor, params: Sequence[DiffusionParams]) -> Tensor:
-    """The accepted rows, boolean ``[N, L]``: those where the sum of all smaller entropies of a canvas is at most its bound."""
+    """Return the accepted rows, boolean ``[N, L]``: those where the sum of all smaller entropies of the canvas is at most its
+    bound."""
     bounds = torch.tensor([own.entropy_bound for own in params], dtype=entropy.dtype)[:, None]
     ordered, order = entropy.sort()
     before = ordered.cumsum(dim=-1) - ordered
@@ -111,19 +112,19 @@ def accept(entropy: Tensor, params: Sequence[DiffusionParams]) -> Tensor:
 
 
 def _are_sure(entropy: Tensor, looks: Sequence[Look]) -> list[bool]:
-    """Whether the mean entropy of each canvas is low enough for it to end."""
+    """Return for each canvas whether its mean entropy is low enough to end it."""
     bounds = torch.tensor([look.params.confidence_threshold for look in looks], dtype=entropy.dtype)
     sure: list[bool] = (entropy.mean(dim=-1) < bounds).tolist()
     return sure
 
 
 def is_stable(history: Sequence[Tensor], best: Tensor, wanted: int) -> bool:
-    """Whether the best tokens were the same in the last ``wanted`` passes."""
+    """Return True if the most likely tokens were equal in the last ``wanted`` passes."""
     return len(history) >= wanted and all(torch.equal(best, past) for past in history[len(history) - wanted :])
 
 
 def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
-    """The candidates ``[N, L]``: draws, or the best tokens at temperature 0."""
+    """Return the candidates ``[N, L]``: draws, or the most likely tokens at temperature 0."""
     probs, found = logits.softmax(dim=-1), best.clone()
     rows, uniforms = list[int](), list[NDArray[np.float64]]()
     for row, (canvas, _, sampling, _, noise) in enumerate(looks):
@@ -143,19 +144,19 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
 
 
 def _parts(logits: Tensor) -> tuple[Tensor, ...]:
-    """Rows of ``logits [R, V]``, some at a time: intermediate results take more memory than they do."""
+    """Split the rows of ``logits [R, V]``, because intermediate results take more memory than they do."""
     return torch.split(logits, max(1, most_together(logits.device) // logits.shape[-1]))
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """The entropy of each row, to the bit what torch's ``Categorical`` gives transformers."""
+    """Return the entropy of each row, bit-equal to torch's ``Categorical`` in transformers."""
     logs = logits - logits.logsumexp(dim=-1, keepdim=True)
     probs = logs.softmax(dim=-1)
     return logs.clamp_(min=torch.finfo(logs.dtype).min).mul_(probs).sum(dim=-1).neg_()
 
 
 def _filter(probs: Tensor, sampling: SamplingParams) -> None:
-    """Top-k, top-p and min-p, in place, of probabilities that have their temperature already."""
+    """Apply top-k, top-p and min-p, in place, to probabilities that include their temperature."""
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         for rows in _parts(probs):
             rows.copy_(token_probs(rows.log(), sampling, temperature=1.0))

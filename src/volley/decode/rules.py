@@ -1,8 +1,8 @@
-"""Token rules change the logits of a request before tokens are chosen from them.
+"""Change the logits of a request before tokens are chosen from them (logits processors).
 
-A rule may depend on every token before a position. So each row of a verification is processed with its *path*, the draft tokens
-that lead to it. It becomes what plain decoding would have seen there, which keeps verification lossless. Nothing is rolled back,
-because a rule takes final tokens only.
+A rule may depend on every token before a position. So each row of a verification is processed with its *path*, the draft
+tokens that lead to it. The row then equals that of plain decoding, which keeps verification lossless. No rollback is needed,
+because a rule's state takes final tokens only.
 """
 
 from abc import ABC, abstractmethod
@@ -26,50 +26,53 @@ class TokenRule(ABC):
     """One rule of one request."""
 
     title = ""
-    """What a caller knows it by; empty: its class."""
+    """Name of the rule in messages; if empty, its class name."""
     is_complete = False
-    """Whether the text is complete, so that the request ends."""
+    """True if the text is complete, so that the request ends."""
 
     @abstractmethod
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Processed ``logits [R, V]`` (fp32), perhaps in place: row r follows the tokens taken so far and then ``paths[r]``."""
+        """Return processed ``logits [R, V]`` (fp32), perhaps in place: row r follows the tokens taken so far and then
+        ``paths[r]``."""
 
     @abstractmethod
     def take(self, token_id: int) -> None:
-        """One more token of the output is final."""
+        """Take one more final token of the output."""
 
 
 Bits = NDArray[np.uint8]
-"""A set of tokens: token t is bit ``t % 8``, the lowest first, of byte ``t // 8``."""
+"""Set of tokens: token t is bit ``t % 8``, lowest first, of byte ``t // 8``."""
 
 
 class Constraint(TokenRule):
     """A rule that forbids tokens and changes no other logit.
 
-    Which tokens it forbids depends on the whole path. So drafts are made under it token by token (``decode/constrained.py``).
+    Its mask depends on the whole path. So drafts under it are made token by token (``decode/constrained.py``).
     """
 
     @abstractmethod
     def mask(self, path: Sequence[int]) -> Bits | None:
-        """The tokens that may follow ``path``, at least one; ``None`` if the path is forbidden or no token may follow it."""
+        """Return the tokens that may follow ``path``, at least one; ``None`` if the path is forbidden or no token may follow
+        it."""
 
     def allows(self, path: Sequence[int], token_id: int) -> bool:
-        """Whether :meth:`mask` has a token. A rule may tell this sooner for one token than for all."""
+        """Return True if ``token_id`` is in :meth:`mask`. A rule may check one token faster than all."""
         mask = self.mask(path)
         return mask is not None and is_in(token_id, mask)
 
     def forced(self, path: Sequence[int]) -> list[int]:
-        """Tokens that must follow ``path``, which is allowed. Not all of them need be told, and none where there is a choice."""
+        """Return tokens that must follow ``path``, an allowed path. The list may be incomplete, and is empty if there is a
+        choice."""
         mask = self.mask(path)
         token = None if mask is None else only_token(mask)
         return [] if token is None else [token]
 
     @abstractmethod
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """The length of the longest prefix of ``token_ids`` that may follow."""
+        """Return the length of the longest prefix of ``token_ids`` that may follow."""
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """In place. Rows whose path has no mask stay as they are: no token of theirs is ever taken."""
+        """Mask ``logits`` in place. A row whose path has no mask stays unchanged, because its token is never used."""
         masks = [self.mask(path) for path in paths]
         if logits.device.type != "cpu":
             return _forbid_on_device(logits, masks)
@@ -80,7 +83,7 @@ class Constraint(TokenRule):
 
 
 def _forbid(row: Tensor, mask: Bits) -> None:
-    """Only what ``mask`` has keeps its logit in ``row [V]``."""
+    """Set the logits in ``row [V]`` of all tokens outside ``mask`` to −∞."""
     if native.is_built and row.is_contiguous():
         forbid(row, mask)
         return
@@ -89,7 +92,7 @@ def _forbid(row: Tensor, mask: Bits) -> None:
 
 
 def _forbid_on_device(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
-    """The same for all rows of ``logits [R, V]``: masks are uploaded as they are, in one copy that nobody waits for."""
+    """Mask all rows of ``logits [R, V]`` on a GPU. Masks are uploaded packed, in one asynchronous copy."""
     known = [mask for mask in masks if mask is not None]
     if not known:
         return logits
@@ -99,17 +102,17 @@ def _forbid_on_device(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
 
 
 def constraints(rules: Sequence[TokenRule]) -> list[Constraint]:
-    """Those of ``rules`` that forbid tokens."""
+    """Return the constraints among ``rules``."""
     return [rule for rule in rules if isinstance(rule, Constraint)]
 
 
 def is_in(token_id: int, bits: Bits) -> bool:
-    """Whether a set has a token."""
+    """Return True if a set holds a token."""
     return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def few_tokens(bits: Bits) -> NDArray[np.int64] | None:
-    """The tokens of a set, in order; ``None`` if there are so many that the set is better used as bits."""
+    """Return the tokens of a set, in order; ``None`` if there are so many that the bits are faster."""
     words = (bits if len(bits) % 8 == 0 else np.pad(bits, (0, -len(bits) % 8))).view(np.uint64)
     (places,) = words.nonzero()
     if len(places) > max(_FEW_PLACES, len(words) // 8):
@@ -120,13 +123,13 @@ def few_tokens(bits: Bits) -> NDArray[np.int64] | None:
 
 
 def only_token(bits: Bits) -> int | None:
-    """The token of a set that has exactly one; otherwise ``None``."""
+    """Return the token of a set of one; otherwise ``None``."""
     tokens = few_tokens(bits)
     return int(tokens[0]) if tokens is not None and len(tokens) == 1 else None
 
 
 def forced_tokens(rules: Sequence[TokenRule], path: Sequence[int], most: int) -> list[int]:
-    """Up to ``most`` tokens that must follow ``path``, because a constraint allows no other."""
+    """Return up to ``most`` tokens that must follow ``path``, because a constraint allows no other."""
     found: list[int] = []
     for rule in constraints(rules):
         while len(found) < most and (run := rule.forced([*path, *found])):
@@ -135,10 +138,10 @@ def forced_tokens(rules: Sequence[TokenRule], path: Sequence[int], most: int) ->
 
 
 def allowed_choice(bound: Sequence[Constraint], row: Tensor, best: int, path: Sequence[int]) -> int:
-    """The likeliest token of ``row [V]`` that ``bound`` allows behind ``path``, the first of equal ones.
+    """Return the most likely token of ``row [V]`` that ``bound`` allows after ``path``, the first of equal ones.
 
-    ``best`` is the likeliest without rules. The result is the largest logit after :func:`apply_rules`. But most rows allow their
-    best token and need no mask, and where few tokens are allowed, only these are compared.
+    ``best`` is the most likely token without rules. The result is the argmax after :func:`apply_rules`. Most rows allow their
+    best token and need no mask. If few tokens are allowed, only these are compared.
     """
     if all(rule.allows(path, best) for rule in bound):
         return best
@@ -157,10 +160,10 @@ def allowed_choice(bound: Sequence[Constraint], row: Tensor, best: int, path: Se
 def allowed_probs(
     bound: Sequence[Constraint], logits: Tensor, paths: Sequence[Sequence[int]], params: SamplingParams
 ) -> Tensor:
-    """The distribution ``[R, V]`` that ``params`` makes of each row of ``logits [R, V]`` under ``bound``.
+    """Return the distribution ``[R, V]`` that ``params`` makes of each row of ``logits [R, V]`` under ``bound``.
 
-    That of :func:`apply_rules` and then :func:`token_probs`. Where few tokens are allowed, a CPU looks only at these; a row's
-    result depends on that row and its mask alone.
+    It equals :func:`apply_rules` followed by :func:`token_probs`. If few tokens are allowed, a CPU reads only these. A row's
+    result depends only on that row and its mask.
     """
     if logits.device.type != "cpu":
         return token_probs(apply_rules(bound, logits, paths), params)
@@ -202,9 +205,9 @@ class Penalties(TokenRule):
         self.params = params
         known = dict.fromkeys(prompt) if params.repetition_penalty != 1 else ()
         self._columns = {token: column for column, token in enumerate(known)}
-        """The tokens that may be penalised, which are few of a vocabulary, by their places in :attr:`_counts`."""
+        """Column in :attr:`_counts` of each token that may be penalised; few tokens of a vocabulary are."""
         self._counts = [0] * len(self._columns)
-        """How often the output has each."""
+        """Number of occurrences of each in the output."""
         self._num_in_prompt = len(self._columns)
 
     def take(self, token_id: int) -> None:
@@ -214,7 +217,7 @@ class Penalties(TokenRule):
         self._counts[column] += 1
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """In place."""
+        """Penalise ``logits`` in place."""
         columns = dict(self._columns)
         for path in paths:
             for token in path:
@@ -253,7 +256,7 @@ class LogitBias(TokenRule):
 
 
 class AtLeast(TokenRule):
-    """Forbids the tokens that end a text until it has ``least`` tokens."""
+    """Forbids the end tokens until the text has ``least`` tokens."""
 
     title = "min_tokens"
 
@@ -264,7 +267,7 @@ class AtLeast(TokenRule):
         self.left -= 1
 
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """In place."""
+        """Mask ``logits`` in place."""
         rows = [row for row, path in enumerate(paths) if len(path) < self.left]
         if rows:
             logits[upload_indices(rows, logits.device)[:, None], self.ends] = -torch.inf
@@ -274,7 +277,7 @@ class AtLeast(TokenRule):
 def make_rules(
     params: SamplingParams, prompt: Sequence[int], vocab_size: int, device: torch.device
 ) -> tuple[TokenRule, ...]:
-    """The rules of a request, in the order in which they apply: penalties, biases, then rules of the caller."""
+    """Make the rules of a request in the order in which they apply: penalties, biases, then the caller's rules."""
     rules: list[TokenRule] = []
     if params.is_penalised:
         rules.append(Penalties(params, prompt))
@@ -284,7 +287,7 @@ def make_rules(
 
 
 def apply_rules(rules: Sequence[TokenRule], logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """``logits [R, V]`` after all ``rules``, in fp32; the argument stays as it is."""
+    """Return ``logits [R, V]`` after all ``rules``, in fp32; the argument is unchanged."""
     logits = logits.to(torch.float32, copy=True)
     for rule in rules:
         logits = rule.apply(logits, paths)
@@ -292,7 +295,8 @@ def apply_rules(rules: Sequence[TokenRule], logits: Tensor, paths: Sequence[Sequ
 
 
 def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
-    """The path of the anchor's row and of each draft token's: the draft tokens up to it, along the chain or the tree."""
+    """Return the path of the anchor's row and of each draft token's row: the draft tokens up to it, along the chain or the
+    tree."""
     paths: list[tuple[int, ...]] = [()]
     for index, token in enumerate(proposal.token_ids):
         parent = index if proposal.parents is None else proposal.parents[index]

@@ -1,11 +1,11 @@
-"""JSON schemas as the grammar library can enforce them: without what constrains nothing, and with some keywords in other words.
+"""Rewrite JSON schemas for the grammar library: drop what constrains nothing, and express some keywords by others.
 
-Whatever JSON Schema calls an annotation is allowed, as is an assertion that every value passes: ``uniqueItems: false``,
-``propertyNames: {"type": "string"}``, ``if`` without ``then`` and ``else``. ``format`` is an annotation in JSON Schema. The
-formats that the library knows are enforced, the others have no effect. Keywords that constrain and that nothing here can
-express are left in the schema, and the library refuses them.
+JSON Schema's annotations are allowed, as are assertions that every value passes: ``uniqueItems: false``, ``propertyNames:
+{"type": "string"}``, ``if`` without ``then`` and ``else``. ``format`` is an annotation in JSON Schema. The formats that the
+library knows are enforced; the others have no effect. Keywords that constrain and that cannot be expressed here stay in the
+schema, and the library refuses them.
 
-In other words are said
+These keywords are expressed by others:
 
 propertyNames           as ``properties`` or ``patternProperties``
 unevaluatedProperties   as ``additionalProperties`` where no keyword beside it evaluates properties in place
@@ -53,19 +53,19 @@ _ASSERTIONS = {
     *_IN_PLACE,
 }
 _LARGEST = 10**18
-"""Bounds beyond it are not expressed by the library."""
+"""Largest bound that the library can express."""
 _IMPLIED = {
     "email": (r"(?!\.)", r"(?!.*\.\.)"),
     "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)", r"(?!$)"),
 }
-"""Look-around that zod writes, and that the library's grammar of the format obeys anyway."""
+"""Look-around that zod writes, and that the library's grammar of the format implies."""
 _ANY = "#/definitions/OpenAiAnyType"
 _MOST_REFERENCES = 20
 _DIALECTS = re.compile(r"https?://json-schema\.org/")
 
 
 def enforceable(schema: Schema) -> Schema:
-    """``schema`` for the grammar library. Each value that is valid under the result is valid under ``schema``."""
+    """Rewrite ``schema`` for the grammar library. Each value that is valid under the result is valid under ``schema``."""
     found: Schema = _simplify(schema, schema)
     if not _DIALECTS.match(str(found.get("$schema", ""))):
         found.pop("$schema", None)
@@ -73,7 +73,7 @@ def enforceable(schema: Schema) -> Schema:
 
 
 def _simplify(node: Any, root: Schema) -> Any:
-    """A schema, or something that has schemas inside, without what constrains nothing."""
+    """Simplify a schema, or a value that has schemas inside, by dropping what constrains nothing."""
     if isinstance(node, list):
         return [_simplify(inner, root) for inner in node]
     if not isinstance(node, dict):
@@ -95,7 +95,7 @@ def _simplify(node: Any, root: Schema) -> Any:
 
 
 def _kinds(schema: Schema) -> set[str] | None:
-    """The types that a value may have; ``None`` for any."""
+    """Return the types that a value may have; ``None`` for any."""
     given = schema.get("type")
     if isinstance(given, str):
         return {given}
@@ -103,7 +103,7 @@ def _kinds(schema: Schema) -> set[str] | None:
 
 
 def _is_vacuous(key: str, schema: Schema, kinds: set[str] | None) -> bool:
-    """Whether the keyword ``key`` of a schema allows every value of the types ``kinds``."""
+    """Return True if the keyword ``key`` of a schema allows every value of the types ``kinds``."""
     value, is_arrays, is_objects = schema[key], key in _OF_ARRAYS, key in _OF_OBJECTS
     if kinds is not None and ((is_arrays and "array" not in kinds) or (is_objects and "object" not in kinds)):
         return True
@@ -134,7 +134,7 @@ def _is_vacuous(key: str, schema: Schema, kinds: set[str] | None) -> bool:
 
 
 def allows_all(schema: Any) -> bool:
-    """Whether a schema says that every value is valid: it has nothing but annotations."""
+    """Return True if a schema allows every value: it has only annotations."""
     return schema is True or (isinstance(schema, dict) and not schema.keys() & _ASSERTIONS)
 
 
@@ -145,7 +145,7 @@ def _allows_all_names(schema: Any) -> bool:
 
 
 def _of_name(schema: Schema) -> Schema:
-    """A schema of property names without what every name passes; formats of names are annotations."""
+    """Return a schema of property names without keywords that every name passes; formats of names are annotations."""
     kinds = _kinds(schema)
     is_string = "type" in schema and (kinds is None or "string" in kinds)
     vacuous = (
@@ -166,7 +166,7 @@ def _bound(schema: Schema, _: Schema) -> Schema:
 
 
 def _drop_impossible(schema: Schema, root: Schema) -> Schema:
-    """Leave out choices that no value matches, and say of such properties that they are forbidden."""
+    """Drop choices that no value matches, and forbid properties that no value matches."""
 
     def is_never(own: Any) -> bool:
         return own is False or (isinstance(own, dict) and "not" in own and _allows_json(own["not"], root))
@@ -180,14 +180,14 @@ def _drop_impossible(schema: Schema, root: Schema) -> Schema:
 
 
 def _allows_json(schema: Any, root: Schema) -> bool:
-    """Whether a schema allows what the one beside it could allow: everything, or ``zod-to-json-schema``'s name for it."""
+    """Return True if a schema allows everything, perhaps by ``zod-to-json-schema``'s name for it."""
     return allows_all(schema) or (
         isinstance(schema, dict) and schema.get("$ref") == _ANY and _resolved(schema, root) is not None
     )
 
 
 def _match_without_looking(schema: Schema, _: Schema) -> Schema:
-    """Say look-around in ``pattern`` in other words: what the format implies is left out, what comes first is a pattern."""
+    """Rewrite ``pattern`` without look-around: drop what the format implies, and turn leading look-aheads into patterns."""
     pattern = schema.get("pattern")
     if not isinstance(pattern, str):
         return schema
@@ -207,7 +207,7 @@ def _match_without_looking(schema: Schema, _: Schema) -> Schema:
 
 
 def _end_of_group(pattern: str, start: int) -> int:
-    """The place behind the group that begins at ``start``; 0 if it does not end."""
+    """Return the index after the group that begins at ``start``; 0 if it does not end."""
     depth, in_class, at = 0, False, start
     while at < len(pattern):
         match pattern[at]:
@@ -228,7 +228,7 @@ def _end_of_group(pattern: str, start: int) -> int:
 
 
 def _name_properties(schema: Schema, root: Schema) -> Schema:
-    """Say ``propertyNames`` by the names, or a pattern of them, where no property is described by itself."""
+    """Express ``propertyNames`` by the names, or a pattern of them, if no property has a schema of its own."""
     names = _resolved(schema.get("propertyNames"), root)
     if (
         names is None
@@ -252,7 +252,7 @@ def _name_properties(schema: Schema, root: Schema) -> Schema:
 
 
 def _forbid_others(schema: Schema, _: Schema) -> Schema:
-    """Say ``unevaluatedProperties`` by ``additionalProperties`` where that means the same."""
+    """Express ``unevaluatedProperties`` by ``additionalProperties`` if that means the same."""
     if "unevaluatedProperties" not in schema or schema.keys() & _IN_PLACE:
         return schema
     rest = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
@@ -261,7 +261,7 @@ def _forbid_others(schema: Schema, _: Schema) -> Schema:
 
 # -- oneOf -----------------------------------------------------------------------------------------------------------------
 def _join_disjoint(schema: Schema, root: Schema) -> Schema:
-    """Say ``oneOf`` by ``anyOf`` where its schemas have no value in common, perhaps once they are narrowed."""
+    """Express ``oneOf`` by ``anyOf`` if its schemas have no value in common, perhaps after narrowing."""
     choices = schema.get("oneOf")
     if not isinstance(choices, list) or "anyOf" in schema:
         return schema
@@ -277,14 +277,14 @@ def _join_disjoint(schema: Schema, root: Schema) -> Schema:
 
 
 def _tagged(schema: Schema, name: Any, root: Schema) -> Schema:
-    """``schema`` with its discriminator ``name`` required, if it lists the discriminator's values."""
+    """Return ``schema`` with its discriminator ``name`` required, if it lists the discriminator's values."""
     if not isinstance(name, str) or name in schema.get("required", []) or _tags(schema, name, root) is None:
         return schema
     return {**schema, "required": [*schema.get("required", []), name]}
 
 
 def _apart(shapes: list[Schema]) -> list[Schema]:
-    """Schemas of objects, each without the properties that others require and that it does not describe itself."""
+    """Forbid in each object schema the properties that others require and that it does not describe."""
     found = []
     for own in shapes:
         known = own.get("properties", {})
@@ -295,7 +295,8 @@ def _apart(shapes: list[Schema]) -> list[Schema]:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema | None:
-    """``schema``, or what its reference stands for, if that is known and an object. What stands beside a reference is added."""
+    """Resolve the reference of ``schema``, if it has one. Annotations beside a reference are added. ``None`` if the result is
+    unknown or no object."""
     beside: Schema = {}
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, dict):
@@ -319,7 +320,7 @@ def _pointed_at(root: Schema, pointer: str) -> Any:
 
 
 def _constants(schema: Schema) -> list[Any] | None:
-    """The only values that a schema allows; ``None`` if it does not list them."""
+    """Return the only values that a schema allows; ``None`` if it does not list them."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -327,13 +328,13 @@ def _constants(schema: Schema) -> list[Any] | None:
 
 
 def _tags(schema: Schema, name: str, root: Schema) -> list[Any] | None:
-    """The values that a schema of objects lists for its property ``name``."""
+    """Return the values that an object schema lists for its property ``name``."""
     own = _resolved(schema.get("properties", {}).get(name), root)
     return None if own is None else _constants(own)
 
 
 def _are_disjoint(one: Schema, other: Schema, root: Schema) -> bool:
-    """Whether no value can be valid under both schemas, as far as types, listed values and required properties tell."""
+    """Return True if no value is valid under both schemas, as far as types, listed values and required properties tell."""
     kinds = [_possible_kinds(own) for own in (one, other)]
     if kinds[0] is not None and kinds[1] is not None:
         common = kinds[0] & kinds[1]
@@ -347,7 +348,7 @@ def _are_disjoint(one: Schema, other: Schema, root: Schema) -> bool:
 
 
 def _possible_kinds(schema: Schema) -> set[str] | None:
-    """The types of the values that a schema allows; integers are numbers. ``None`` for any."""
+    """Return the types of the values that a schema allows; integers are numbers. ``None`` for any."""
     values, kinds = _constants(schema), _kinds(schema)
     if values is not None:
         return {_kind_of(value) for value in values}
@@ -367,7 +368,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Equality of JSON: true is not 1."""
+    """Compare as JSON: true is not 1."""
     return _kind_of(one) == _kind_of(other) and one == other
 
 

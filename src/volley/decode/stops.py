@@ -1,4 +1,4 @@
-"""Stop strings: where one begins in a text as it comes, and how much of the text may not yet be shown."""
+"""Find stop strings in a growing text, and how much of the text can be shown."""
 
 from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
@@ -9,7 +9,8 @@ _ADDED: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, tuple[str, bool]]] 
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, tuple[str, bool]]:
-    """The spelling of each added token, and whether it is special; some tokenizers have thousands."""
+    """Return the text of each added token, and whether it is special. The result is cached, because some tokenizers have
+    thousands."""
     if tokenizer not in _ADDED:
         special = set(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.items()
@@ -20,7 +21,8 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, tuple[str, bo
 def hidden_tokens(
     tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int], *, skip_special_tokens: bool
 ) -> dict[int, str]:
-    """The spellings of those added tokens that a text does not show: ``ends``, and perhaps all special ones."""
+    """Return the texts of added tokens that the output does not show: ``ends``, and with ``skip_special_tokens`` all special
+    ones."""
     if tokenizer is None:
         return {}
     each = _added_tokens(tokenizer).items()
@@ -28,10 +30,10 @@ def hidden_tokens(
 
 
 class StopFinder:
-    """Looks for stop strings in the text of one request, token by token.
+    """Finds stop strings in the text of one request, token by token.
 
-    A stop string that spells a token which the text does not show is looked for in the *spelled* text, which has the spellings of
-    all hidden tokens. All others are looked for in the text that is shown.
+    A stop string that contains the text of a hidden token is searched in the *spelled* text, which includes the texts of all
+    hidden tokens. Other stop strings are searched in the text that is shown.
     """
 
     def __init__(self, stops: Sequence[str], hidden: Mapping[int, str]) -> None:
@@ -39,10 +41,10 @@ class StopFinder:
         self._plain = [stop for stop in stops if stop not in self._spelling]
         self._hidden, self._spelled = hidden, ""
         self._names: list[tuple[int, int]] = []
-        """Where each hidden token stands in the spelled text, and its length."""
+        """Position and length of each hidden token in the spelled text."""
 
     def find(self, text: str, known: int, token: int) -> int | None:
-        """Where the first stop string begins that ``token`` completes; ``text`` from ``known`` on is the token's."""
+        """Return the position of the first stop string that ``token`` completes; ``text`` from ``known`` on is the token's."""
         found = _find(self._plain, text, known)
         if self._spelling:
             before = len(self._spelled)
@@ -54,17 +56,17 @@ class StopFinder:
         return min(found, default=None)
 
     def ready(self, text: str) -> int:
-        """How much of ``text`` can be shown: all but an end that may be the beginning of a stop string."""
+        """Return how much of ``text`` can be shown: all but an end that may begin a stop string."""
         ready = _ready(self._plain, text)
         return min(ready, self._shown(_ready(self._spelling, self._spelled))) if self._spelling else ready
 
     def _shown(self, at: int) -> int:
-        """The place in the shown text of a place in the spelled one."""
+        """Return the position in the shown text of a position in the spelled text."""
         return at - sum(min(length, max(0, at - start)) for start, length in self._names)
 
 
 def _find(stops: Sequence[str], text: str, known: int) -> list[int]:
-    """Where each of ``stops`` begins that does not end in the first ``known`` characters."""
+    """Return the positions of ``stops`` that do not end within the first ``known`` characters."""
     places = (text.find(stop, max(0, known - len(stop) + 1)) for stop in stops)
     return [at for at in places if at >= 0]
 

@@ -1,6 +1,6 @@
-"""A budget for reasoning: after so many tokens of reasoning the only allowed token is the one that closes it.
+"""Limit reasoning: after a number of reasoning tokens, the only allowed token is the one that ends reasoning.
 
-It is a token rule, so speculation changes nothing: the path of each row tells how far reasoning is.
+The budget is a token rule, so speculation does not change output: the path of each row tells how many tokens were used.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,14 @@ from torch import Tensor
 from volley.decode.rules import TokenRule
 
 _FORCE = 1e4
-"""Subtracted from the logits of all other tokens. A grammar that forbids the forced token can still choose among them."""
+"""Amount subtracted from the logits of all other tokens. A grammar that forbids the forced token can still choose among them."""
 
 
 class _Place(NamedTuple):
-    """The state of an answer: whether reasoning is open or over, its tokens, and how much of the next marker was read.
+    """State of an answer: whether reasoning is open or over, its number of tokens, and how much of the next marker was read.
 
-    ``matched`` counts tokens of the marker as it is forced; ``text`` is the end of the text, which may spell it otherwise.
+    ``matched`` counts tokens of the marker as it is forced; ``text`` is the end of the text, which may spell it with other
+    tokens.
     """
 
     is_open: bool
@@ -29,27 +30,28 @@ class _Place(NamedTuple):
 
 
 class Spelt(NamedTuple):
-    """The markers as text, which tokens of any kind may spell."""
+    """Markers as text, which any tokens may spell."""
 
     opens: str
     closes: str
     spell: Callable[[int], str]
-    """Gives the text of a token."""
+    """Function from a token to its text."""
     at_start: bool
-    """Whether reasoning opens at the beginning of an answer alone."""
+    """True if reasoning opens only at the beginning of an answer."""
 
 
 class ThinkingBudget(TokenRule):
-    """The budget of one request. Markers of several tokens are written token by token."""
+    """Reasoning budget of one request. Markers of several tokens are forced token by token."""
 
     title = "thinking_token_budget"
 
     def __init__(
         self, opens: Sequence[int], closes: Sequence[int], budget: int, *, is_open: bool, spelt: Spelt | None = None
     ) -> None:
-        """``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the prompt has opened reasoning already.
+        """Limit reasoning to ``budget`` tokens. ``opens`` and ``closes`` are the tokens of the markers; with ``is_open`` the
+        prompt has opened reasoning already.
 
-        With ``spelt`` a marker is found in the text as well, whatever its tokens are.
+        With ``spelt`` a marker is also found in the text, whatever its tokens are.
         """
         self.opens, self.closes, self.budget, self.spelt = list(opens), list(closes), budget, spelt
         self._place = _Place(is_open, False, 0, 0)

@@ -1,8 +1,8 @@
-"""Draft trees: the likeliest continuations the drafter knows, under a budget of nodes (DDTree, arXiv 2604.12989).
+"""Build draft trees: the most likely continuations by the drafter, under a budget of nodes (DDTree, arXiv 2604.12989).
 
-Every position offers its C best candidates, and the probability of a path is the product of theirs. A node is accepted only with
-all its ancestors, so its worth is the probability of its path. The best tree of n nodes has the n likeliest paths; these form a
-tree, because no path is likelier than its beginning. A heap finds them best first.
+Every position has its C best candidates, and the probability of a path is the product of theirs. A node is accepted only with
+all its ancestors, so its value is the probability of its path. The best tree of n nodes consists of the n most likely paths.
+These form a tree, because no path is more likely than its prefix. A heap finds them in order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from volley.decode.sampling import PositionNoise, draft_probs, draft_temperature
 from volley.types import Lattice, Proposal, SamplingParams
 
 CANDIDATES = 16
-"""Tokens that a position offers; trees of a few dozen nodes hardly ever use a less likely one."""
+"""Candidates per position; trees of a few dozen nodes hardly ever use a less likely token."""
 
 
 def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """``logits [k, V]`` of positions from ``first`` on, changed so that they rank tokens as the target may choose them.
+    """Change ``logits [k, V]`` of positions from ``first`` on, so that they rank tokens as the target may choose them.
 
     A sampled target draws ``argmax p / e``, and the noise e of each position is known here. So q / e predicts its choice far
     better than q does.
@@ -37,9 +37,10 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
 
 
 def position_lattices(logits: Tensor, sizes: Sequence[int]) -> list[Lattice]:
-    """Lattices of independent positions, one for each block of ``sizes``: the best tokens of each row of ``logits [Σ k, V]``.
+    """Make lattices of independent positions, one for each block of ``sizes``: the best tokens of each row of ``logits [Σ k,
+    V]``.
 
-    One copy brings all of them from the device.
+    All of them are read from the device in one copy.
     """
     best = logits.float().topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
     scores, tokens = torch.stack([best.values, best.indices.float()]).cpu().numpy()  # ids below 2²⁴ are exact
@@ -48,10 +49,11 @@ def position_lattices(logits: Tensor, sizes: Sequence[int]) -> list[Lattice]:
 
 
 def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Proposal:
-    """The tree of the ``num_nodes`` likeliest nodes, anchor not counted; it has fewer if no others are possible.
+    """Return the tree of the ``num_nodes`` most likely nodes, not counting the anchor; it has fewer if no others are possible.
 
-    Probabilities are the softmax of ``scores / temperature`` over a position's candidates; temperature 0 counts as 1. Nodes are
-    in preorder, likelier siblings first. So the likeliest path is at the front, and if it is accepted its K/V need no move.
+    Probabilities are the softmax of ``scores / temperature`` over a position's candidates; temperature 0 counts as 1. Nodes
+    are in preorder, more likely siblings first. So the most likely path comes first, and if it is accepted its K/V need no
+    move.
     """
     costs, order = _sorted_families(lattice.scores / (temperature or 1.0))
     chosen: list[tuple[int, float]] = []  # (token, cost of the path) of each node
@@ -77,7 +79,8 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
 
 
 def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
-    """The candidates' costs ``−log q``, likeliest first, and their indices: by position and family, the candidate before it."""
+    """Sort candidates by cost ``−log q``. Return costs and indices by position and family; a family has one candidate before
+    it."""
     order = (-scores).argsort(axis=-1, kind="stable")
     below = np.take_along_axis(scores, order, axis=-1)
     below = below[..., :1] - below
@@ -86,11 +89,11 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
 
 
 Children = Callable[[list[int]], list[tuple[int, float]]]
-"""The candidates after a path, each with its cost ``−log q``."""
+"""Function from a path to its next candidates, each with its cost ``−log q``."""
 
 
 def expand_freely(children_of: Children, num_nodes: int, levels: int) -> Proposal:
-    """:func:`expand` for candidates that depend on the whole path before them; at most ``levels`` deep."""
+    """Like :func:`expand`, for candidates that depend on the whole path before them; at most ``levels`` deep."""
     chosen: list[tuple[int, float]] = []
     paths: list[list[int]] = [[]]  # by node
     children: list[list[int]] = [[]]
@@ -127,7 +130,7 @@ def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Pro
 
 
 def depths_of(proposal: Proposal) -> list[int]:
-    """The depth of each row: 0 for the anchor's, and the number of draft tokens on the path for each draft token's."""
+    """Return the depth of each row: 0 for the anchor, and the number of draft tokens on the path for each draft token."""
     if proposal.parents is None:
         return list(range(len(proposal.token_ids) + 1))
     depths = [0]
@@ -137,12 +140,12 @@ def depths_of(proposal: Proposal) -> list[int]:
 
 
 def likeliest_first(tree: Proposal) -> list[int]:
-    """Indices of the nodes, the likeliest first; any number of the first ones form a tree."""
+    """Return the node indices, most likely first; any number of the first ones form a tree."""
     return sorted(range(len(tree.token_ids)), key=lambda node: -tree.confidence[node])  # stable: parents come first
 
 
 def prune(tree: Proposal, size: int) -> Proposal:
-    """The ``size`` likeliest nodes of a tree."""
+    """Keep the ``size`` most likely nodes of a tree."""
     kept = sorted(likeliest_first(tree)[:size])
     places = {0: 0} | {node + 1: place for place, node in enumerate(kept, start=1)}
     assert tree.parents is not None

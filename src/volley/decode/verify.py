@@ -1,6 +1,8 @@
-"""Verifiers: how many tokens of a draft are kept. Each is a pure function and exactly lossless under the conditions it states.
+"""Decide how many tokens of a draft are accepted. Each verifier is a pure function, and lossless under the conditions it
+states.
 
-A draft of k tokens has k + 1 rows of the target's distributions. Row i is that of the token after the anchor and i draft tokens.
+A draft of k tokens has k + 1 rows of the target's distributions. Row i belongs to the token after the anchor and i draft
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +18,12 @@ from volley.types import Verdict
 
 
 def verify_choices(choices: Sequence[int], draft: Sequence[int]) -> Verdict:
-    """Keep draft tokens while they equal the target's own ``choices``, one a row; the first other choice is the bonus.
+    """Accept draft tokens while they equal the target's ``choices``, one a row; the first differing choice is the bonus token.
 
-    With ``choices = argmax`` this is greedy verification. With choices *sampled* from the target's distribution it is
-    sample-and-match, which is lossless for any draft, because only choices are emitted. If the draft knows the noise of the
-    choices (``propose_coupled``), that noise must belong to positions: after a rejection, the positions behind it must be chosen
-    with the same noise again. Otherwise the place where a draft fails would bias the tokens that follow.
+    With ``choices = argmax`` this is greedy verification. With choices *sampled* from the target's distribution it is coupled
+    sampling, which is lossless for any draft, because only choices are emitted. If the draft uses the noise of the choices
+    (``propose_coupled``), that noise must belong to positions: after a rejection, later positions must be chosen with the same
+    noise again. Otherwise the position where a draft fails would bias the tokens that follow.
     """
     accepted = 0
     while accepted < len(draft) and draft[accepted] == choices[accepted]:
@@ -30,11 +32,11 @@ def verify_choices(choices: Sequence[int], draft: Sequence[int]) -> Verdict:
 
 
 def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parents: Sequence[int]) -> Verdict:
-    """Walk down a draft tree (see ``Proposal.parents``) along the target's own choices, until no child is the choice.
+    """Walk down a draft tree (see ``Proposal.parents``) along the target's choices, until no child is the choice.
 
-    ``choose(node, depth)`` is the target's choice after ``node``, which is ``depth`` tokens behind the anchor; it is called only
-    for nodes that the walk reaches. Lossless for any tree, under the conditions of :func:`verify_choices`. Accepting with
-    ``min(1, p / q)`` would not be: the tokens of a best-first tree are no draw from q.
+    ``choose(node, depth)`` is the target's choice after ``node``, which is ``depth`` tokens after the anchor; it is called
+    only for nodes that the walk reaches. The walk is lossless for any tree, under the conditions of :func:`verify_choices`.
+    Accepting with ``min(1, p / q)`` would not be lossless: the tokens of a best-first tree are not drawn from q.
     """
     children = {family: node for node, family in enumerate(zip(parents, tokens, strict=True), start=1)}
     path, emitted = list[int](), [choose(0, 0)]
@@ -45,14 +47,14 @@ def verify_tree(choose: Callable[[int, int], int], tokens: Sequence[int], parent
 
 
 class Judged(NamedTuple):
-    """The result of block verification of n drafts, on the device of the distributions."""
+    """Result of block verification of n drafts, on the device of the distributions."""
 
     kept: Tensor
-    """How many tokens of each draft are kept ``[n]``."""
+    """Number of accepted tokens of each draft ``[n]``."""
     rows: Tensor
-    """The row of the target's distributions for the token behind them ``[n]``."""
+    """Row of the target's distributions for the bonus token ``[n]``."""
     weights: Tensor
-    """The weights ``[n, V]`` that this token is to be drawn from; they need not add up to 1."""
+    """Weights ``[n, V]`` that the bonus token is drawn from; they need not add up to 1."""
 
 
 def verify_speculative(
@@ -63,32 +65,35 @@ def verify_speculative(
     uniforms: Numbers,
     drafted: Tensor | None = None,
 ) -> Judged:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): keep the longest acceptable prefix of each draft; the token behind
-    it is drawn from the residual distribution. The host reads nothing.
+    """Accept the longest acceptable prefix of each draft by block verification (Sun et al. 2024, arXiv 2403.10444).
 
-    The first i tokens of a draft have the level ``l_i = min(1, l_{i−1} · p(d_i) / q(d_i))``, ``l_0 = 1``. All k are kept with
-    probability ``l_k``; otherwise the first i, if nothing longer is, with ``s_i / (s_i + 1 − l_i)``, where ``s_i`` is the sum of
-    ``(l_i · p − q)⁺`` over the tokens that may follow, one of which is then drawn in proportion to it. On average no fewer are
-    kept than by judging one token after the other with ``min(1, p / q)``.
+    The next token is drawn from the residual distribution. The host reads nothing.
 
-    Lossless under two conditions. ``draft_probs [Σ k, n]`` are the distributions that each of ``tokens [Σ k]`` was drawn from,
-    given the tokens before it, after temperature and truncation, over the tokens ``drafted [n]`` or all. And no noise of the
-    draft, or of ``uniforms [Σ k]``, serves another cycle, because rejected tokens influence how many are kept. A rule that ends a
-    draft may look at the tokens before.
-    A row of NaN, of the target or of the draft, counts as a distribution of the target whose only token is never drafted. So the
-    draft is kept up to there at most, and if it is, the weights are NaN.
+    The first i tokens of a draft have the level ``l_i = min(1, l_{i−1} · p(d_i) / q(d_i))``, ``l_0 = 1``. All k are accepted
+    with probability ``l_k``. Otherwise the first i are accepted, if no longer prefix is, with probability ``s_i / (s_i + 1 −
+    l_i)``. Here ``s_i`` is the sum of ``(l_i · p − q)⁺`` over the possible next tokens, and the next token is drawn in
+    proportion to that. On average at least as many tokens are accepted as by judging token after token with ``min(1, p / q)``.
+
+    The result is lossless under two conditions. First, each of ``tokens [Σ k]`` was drawn from its row of ``draft_probs [Σ k,
+    n]``, given the tokens before it, after temperature and truncation; the rows cover the tokens ``drafted [n]`` or all.
+    Second, no noise of the draft, or of ``uniforms [Σ k]``, is used by another cycle, because rejected tokens influence the
+    accepted count. A rule that ends a draft may depend on the tokens before its end.
+
+    A row of NaN, of the target or of the draft, counts as a distribution of the target whose only token is never drafted. So
+    the draft is accepted up to that row at most; if it is, the weights are NaN.
+
     ``sizes [n]`` are the numbers of tokens of the drafts, and ``target_probs`` is ``[Σ (k + 1), V]``.
     """
     count, total, longest = len(sizes), sum(sizes), max(sizes)
     lengths = np.array(sizes, dtype=np.int64)
-    firsts = lengths.cumsum() - lengths  # of each draft, among all tokens
-    starts = firsts + np.arange(count)  # of each draft, among the rows of the target
+    firsts = lengths.cumsum() - lengths  # first token of each draft, among all tokens
+    starts = firsts + np.arange(count)  # first row of each draft, among the target's rows
     if not total:
         none = torch.zeros(count, dtype=torch.int64, device=target_probs.device)
         return Judged(none, torch.arange(count, device=target_probs.device), target_probs)
     owner = np.arange(count).repeat(lengths)
     place = np.arange(total) - firsts[owner]
-    table = np.full((count, longest), total)  # from [draft, place] to the token; those that are not there are one more
+    table = np.full((count, longest), total)  # from [draft, place] to the token; missing tokens have one index more
     table[owner, place] = np.arange(total)
     arrays = [starts[owner] + place, owner * longest + place, table, lengths, firsts, starts]
     own_uniforms = np.array(uniforms, dtype=np.float64).view(np.int64)
@@ -121,11 +126,12 @@ def verify_speculative(
 
 
 def _levels(logs: Tensor) -> Tensor:
-    """``l_1 … l_k`` from the logarithms ``[n, k]`` of the ratios: with S their sums, ``log l_i = S_i − max(0, S_1, …, S_i)``."""
+    """Compute ``l_1 … l_k`` from the log-ratios ``[n, k]``: with S their cumulative sums, ``log l_i = S_i − max(0, S_1, …,
+    S_i)``."""
     sums = logs.cumsum(dim=1)
     return (sums - sums.cummax(dim=1).values.clamp_min(0)).exp()
 
 
 def _table(values: Tensor, grid: Tensor) -> Tensor:
-    """``values [Σ k]`` as a table ``[n, k]`` of drafts; 0 where a draft has no token."""
+    """Arrange ``values [Σ k]`` as a table ``[n, k]`` of drafts; 0 if a draft has no token there."""
     return torch.cat([values, values.new_zeros(1)])[grid]

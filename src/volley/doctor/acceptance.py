@@ -1,8 +1,8 @@
-"""What a drafter would gain on known answers: every position is drafted from, and the cycles of decoding are walked through.
+"""Acceptance of a drafter on known answers: it drafts at every position, and decoding cycles are simulated.
 
-Greedily a draft token is kept where it is the answer's. At a temperature speculative sampling keeps one with chance Σ min(p, q)
-of the target's and the drafter's distributions there. Where the answers are the target's own at that temperature, this is the
-τ that decoding has; block verification, which the engine uses, keeps somewhat more.
+Greedy decoding accepts a draft token that equals the answer's. At a temperature, speculative sampling accepts one with
+probability Σ min(p, q) of the target's and the drafter's distributions there. If the answers are the target's own at that
+temperature, the result is the τ of decoding. Block verification, which the engine uses, accepts slightly more.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,27 +20,29 @@ from volley.train.step import BlockForward
 
 MOST_ANCHORS = 128
 UNLIKELY = -20.0
-"""Log-probability of tokens that a reduced vocabulary does not have."""
+"""Log-probability of tokens missing from a reduced vocabulary."""
 
 
 @dataclass
 class Walk:
-    """What would be kept from every position of each document's answer."""
+    """Acceptance at every position of each document's answer."""
 
     chances: list[Tensor] = field(default_factory=list)
-    """``[n, B − 1]`` a document: that each draft token is kept if all before it were; 0 behind the answer's end."""
+    """Tensor ``[n, B − 1]`` per document: probability that each draft token is accepted if all before it are; 0 behind the
+    answer's end."""
     losses: list[float] = field(default_factory=list)
-    """The drafter's mean cross-entropy of the block at each position: it moves before τ does."""
+    """Mean cross-entropy of the drafter's block at each position. It reacts to errors earlier than τ."""
 
     def kept(self, block_size: int | None = None) -> list[float]:
-        """Expected cycles of decoding that keep at least k draft tokens, k = 0 … B − 1, with blocks of at most ``block_size``."""
+        """Return the expected number of cycles that accept at least k draft tokens, k = 0 … B − 1, with blocks of at most
+        ``block_size``."""
         most = None if block_size is None else block_size - 1
         each = [kept_at_least(chances[:, :most]) for chances in self.chances]
         return [sum(column) for column in zip(*each, strict=True)]
 
     @property
     def tokens(self) -> int:
-        """Those of the answers behind their first."""
+        """Number of answer tokens without each answer's first."""
         return sum(map(len, self.chances))
 
     def tau_with(self, block_size: int | None) -> float:
@@ -52,25 +54,25 @@ class Walk:
 
     @property
     def acceptance(self) -> list[float]:
-        """Share of the cycles that keep at least k draft tokens, k = 1 … B − 1."""
+        """Return the share of cycles that accept at least k draft tokens, k = 1 … B − 1."""
         cycles, *more = self.kept()
         return [count / max(cycles, 1e-9) for count in more]
 
     @property
     def loss(self) -> float:
-        """The mean of ``losses``."""
+        """Mean of ``losses``."""
         return sum(self.losses) / max(1, len(self.losses))
 
 
 def kept_at_least(chances: Tensor) -> list[float]:
-    """Expected cycles until n tokens have come that keep at least k drafts, k = 0 … B − 1; the first is all of them.
+    """Return the expected number of cycles for n tokens that accept at least k drafts, k = 0 … B − 1; for k = 0 it is all cycles.
 
-    ``chances [n, B − 1]``: a cycle at token i keeps drafts by ``chances[i]``, one after the other, and brings what it keeps and
-    a token of the target's own.
+    ``chances [n, B − 1]``: a cycle at token i accepts drafts one after the other with probabilities ``chances[i]``, and yields
+    the accepted ones and a bonus token.
     """
     rows = chances.tolist()
     begins = [1.0, *[0.0] * len(rows)]
-    """The chance that a cycle begins at each token."""
+    """Probability that a cycle begins at each token."""
     found = [0.0] * (chances.shape[1] + 1)
     for index, row in enumerate(rows):
         reached = begins[index]
@@ -92,7 +94,8 @@ def walk(
     mask: int | None = None,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> Walk:
-    """``taps`` and ``mask`` replace the drafter's own; ``logits`` its way from states ``[T, H]`` to logits ``[T, V]``."""
+    """Return the acceptance at every position. ``taps`` and ``mask`` replace the drafter's own; ``logits`` replaces its map
+    from states ``[T, H]`` to logits ``[T, V]``."""
     config, forward = drafter.config, BlockForward(drafter, "grouped")
     result = Walk()
     with Taps(target.model, config.target_layer_ids if taps is None else taps) as tapped:
@@ -125,7 +128,7 @@ def draft_states(
     anchors: list[int],
     mask: int | None = None,
 ) -> tuple[Tensor, Blocks]:
-    """The drafter's states ``[n · (B − 1), H]`` for blocks at ``anchors [n]`` of a text ``ids [1, T]``, and the blocks.
+    """Return the drafter's states ``[n · (B − 1), H]`` for blocks at ``anchors [n]`` of a text ``ids [1, T]``, and the blocks.
 
     ``features [1, T, taps · H]`` are the target's; ``mask`` replaces the drafter's mask token.
     """
@@ -144,23 +147,23 @@ def draft_states(
 
 
 def draft_logits(drafter: Drafter, target: FrozenTarget, states: Tensor) -> Tensor:
-    """The drafter's logits ``[T, V]`` of its states ``[T, H]``."""
+    """Return the drafter's logits ``[T, V]`` of its states ``[T, H]``."""
     return drafter.logits(states, lambda own: with_bias(own, target.head) @ target.head.t())
 
 
 def with_bias(states: Tensor, head: Tensor) -> Tensor:
-    """A head with a bias has it as its last column."""
+    """Append a column of ones to the states if the head holds a bias as its last column."""
     return states if head.shape[1] == states.shape[1] else torch.nn.functional.pad(states, (0, 1), value=1.0)
 
 
 def target_logits(target: FrozenTarget, hidden: Tensor) -> Tensor:
-    """fp32 ``[n, V]`` of final states ``[n, H]``."""
+    """Return fp32 logits ``[n, V]`` of final states ``[n, H]``."""
     logits = (with_bias(hidden, target.head) @ target.head.t()).float()
     return logits if target.softcap is None else target.softcap * torch.tanh(logits / target.softcap)
 
 
 def _overlap(drafted: Tensor, known: Tensor, temperature: float) -> Tensor:
-    """Σ min(p, q) ``[n, B − 1]``: slot k of the block at place i, ``drafted[i, k]``, stands where ``known[i + k]`` decides."""
+    """Return Σ min(p, q) ``[n, B − 1]``: draft position k of block i, ``drafted[i, k]``, is compared with ``known[i + k]``."""
     p, slots = (known / temperature).softmax(-1), []
     for slot in range(drafted.shape[1]):
         q = (drafted[: max(0, len(p) - slot), slot].float() / temperature).softmax(-1)

@@ -1,4 +1,4 @@
-"""What a server has counted of its drafts: the acceptance by position that it really has."""
+"""Draft counters of a server: its real acceptance by position."""
 
 import re
 from collections import defaultdict
@@ -11,21 +11,22 @@ from volley.errors import InputError
 _SAMPLE = re.compile(r"(?:volley|vllm):spec_decode_num_(\w+?)(?:_total)?\{(.*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _ENOUGH = 20
-"""Drafts that must have reached a position."""
+"""Minimum number of drafts that reached a position."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """``acceptance`` is, by position, the share of the drafts that reached so far which kept that many tokens or more."""
+    """Counters of a server. ``acceptance`` holds, per position, the share of drafts of that length that kept at least that
+    many tokens."""
 
     drafts: int
     acceptance: list[float]
 
 
 def read_counters(url: str) -> Counters:
-    """The counters of a server (``http://host:8000``), volley's or vLLM's, in Prometheus' text format.
+    """Read the counters of a server (``http://host:8000``), volley's or vLLM's, in Prometheus' text format.
 
-    Raises InputError where there is no server, where it has drafted too little to judge, and where it serves several models.
+    Raises InputError without a server, with too few drafts to judge, or with several served models.
     """
     where = f"{url.removesuffix('/').removesuffix('/v1').removesuffix('/metrics')}/metrics"
     try:
@@ -37,7 +38,7 @@ def read_counters(url: str) -> Counters:
 
 
 def parse_counters(text: str, where: str) -> Counters:
-    """The same of a server's answer."""
+    """Parse the counters in a server's metrics."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     models, drafts, drafted = set[str](), 0, 0
     for name, labels, value in _SAMPLE.findall(text):
@@ -54,7 +55,7 @@ def parse_counters(text: str, where: str) -> Counters:
     reached, kept = found["draft_tokens_per_pos"], found["accepted_tokens_per_pos"]
     if not reached and drafted < drafts * len(kept):
         raise InputError(
-            f"{where} counts drafts of different lengths and not how often each position was reached; serve with blocks of one "
+            f"{where} counts drafts of different lengths without a count per position; serve with blocks of one "
             "length (--policy fixed) to judge its acceptance"
         )
     acceptance = []

@@ -1,7 +1,7 @@
-"""Why is acceptance low?
+"""Diagnosis of low acceptance.
 
-Each suspect is looked at by what it would change: a drafter that drafts much better with its taps moved by one was given wrong
-taps. Healthy pairs get silence.
+Each suspected fault is tested by undoing it: if a drafter drafts much better with its taps moved by one layer, its taps are
+wrong. A healthy pair yields no findings.
 """
 
 import math
@@ -31,32 +31,32 @@ from volley.train.shape import choose_mask_token
 from volley.types import SamplingParams
 
 MUCH = 1.1
-"""How much a τ must differ from another."""
+"""Ratio above which two τ count as different."""
 SAME = 0.01
-"""How much the drafter's K/V may change, as a share of their size: what is cached is read as it was written."""
+"""Largest relative change of the drafter's K/V in the prefix cache; they should be read as they were written."""
 CACHED = 4
-"""Texts that the prefix cache is looked at with: the longest."""
+"""Number of texts, the longest, on which the prefix cache is tested."""
 CLEAR = 0.01
-"""A change that lowers the drafter's cross-entropy by this share is what was wrong, if chance does not explain it."""
+"""Relative decrease of the drafter's cross-entropy by which a change counts as the remedy, unless chance explains it."""
 SURE = 2.5
-"""Standard errors of the mean difference over blocks, whose tokens overlap."""
+"""Significance, in standard errors of the mean difference over blocks, whose tokens overlap."""
 DOCUMENTS = 24
 BEYOND = 1.25
-"""A text that is so many times as long as the longest training row shows what comes behind it."""
+"""Ratio of a text's length to the longest training row's from which the text shows acceptance beyond training."""
 CHANGES = 10
-"""Walks with one setting changed, at most: the head, taps either way, rotary settings, the mask."""
+"""Maximum number of walks with one setting changed: the head, taps either way, rotary settings, the mask."""
 FAR = 8
-"""Texts that are looked at behind the longest training row."""
+"""Number of texts examined beyond the longest training row."""
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 FREQUENT = 0.01
-"""Share of a text's tokens."""
+"""Share of a text's tokens above which a token counts as frequent."""
 ROWS = 64
-"""Of a drafter's head that are compared with the target's."""
+"""Rows of a drafter's head that are compared with the target's."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, how it shows, and what to do about it."""
+    """Fault of a pair, its evidence, and its remedy."""
 
     name: str
     evidence: str
@@ -65,12 +65,13 @@ class Finding:
 
 _T = TypeVar("_T")
 Suspect = tuple[float, Finding]
-"""A finding, and the cross-entropy of the draft without what it names."""
+"""A finding, and the draft's cross-entropy with the fault undone."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """``expected`` is the τ that the drafter would have on the answers given, ``measured`` that of decoding their prompts."""
+    """Findings about a pair. ``expected`` is the drafter's τ on the given answers, ``measured`` that of decoding their
+    prompts."""
 
     findings: list[Finding]
     expected: float
@@ -78,7 +79,7 @@ class Examination:
 
 
 class Doctor:
-    """A pair, answers of the target to prompts like those served, and what the training noted about itself."""
+    """A pair, the target's answers to prompts like those served, and the records of the drafter's training."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Doctor:
         block_size: int | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """``temperature`` and ``block_size`` are those served with, where they are known; ``say`` is told what it does."""
+        """Load a pair. ``temperature`` and ``block_size`` are those served, if known; ``say`` receives progress messages."""
         if block_size is not None and block_size < 2:
             raise ConfigError(f"block_size is {block_size}; it must be at least 2, the anchor and a token")
         if temperature is not None and temperature < 0:
@@ -104,8 +105,8 @@ class Doctor:
         self.drafter = Drafter.from_pretrained(drafter, dtype)
         if not self.drafter.config.is_trained_here:
             raise ConfigError(
-                f"{drafter} is of a kind that volley does not train, and the doctor knows those it trains; compare its "
-                "acceptance with the figures of the program that it comes from"
+                f"{drafter} is of a type that volley does not train, and the doctor only examines types that it trains; "
+                "compare its acceptance with the figures of the program that it comes from"
             )
         self.drafter.config.check_target(
             hidden_size=self.target.text_config.hidden_size,
@@ -114,7 +115,7 @@ class Doctor:
         )
         self.trained_length: int | None = self.report.get("data", {}).get("longest")
         self.seen = MOST_ANCHORS + self.drafter.config.block_size
-        """Tokens of an answer that blocks at ``MOST_ANCHORS`` places reach."""
+        """Number of answer tokens that blocks at ``MOST_ANCHORS`` anchors cover."""
         longest = max(LONGEST, int(BEYOND * (self.trained_length or 0)) + self.seen)
         longest = min(longest, getattr(self.target.text_config, "max_position_embeddings", None) or longest)
         documents = encode_rows(self.target.tokenizer, self.rows, longest, self.target.stop_token_ids)
@@ -135,22 +136,22 @@ class Doctor:
         say(f"that took {seconds:.0f} s; up to {CHANGES} changed settings take about as long each")
 
     def _from(self, document: Document, start: int) -> Document:
-        """``document`` as if its answer began at ``start``, as far as it is looked at."""
+        """Return ``document`` with its answer beginning at ``start``, cut to the part that is examined."""
         return Document(document.token_ids[: start + self.seen], start)
 
     def _walk(
         self, drafter: Drafter | None = None, documents: Sequence[Document] | None = None, **changes: Any
     ) -> Walk:
-        """At the temperature served, with what is to be changed."""
+        """Run a walk at the served temperature with some settings changed."""
         texts = self.documents if documents is None else documents
         return walk(drafter or self.drafter, self.target, texts, temperature=self.temperature or 0.0, **changes)
 
     def examine(self, engine: Engine | None = None, counters: Counters | None = None) -> Examination:
-        """All findings, the likeliest first. ``engine`` is the pair as it is served; without one nothing is decoded.
+        """Return all findings, the likeliest first. ``engine`` runs the pair as it is served; without one nothing is decoded.
 
         ``counters`` are those of a server of the pair.
         """
-        # A wrong setting makes other changes look good too: the one that helps most is what is wrong.
+        # A wrong setting makes other changes look good too: the change that helps most names the fault.
         suspects = [each for check in (self._head, self._taps, self._rotary, self._mask) for each in check()]
         likeliest = [min(suspects, key=lambda suspect: suspect[0])[1]] if suspects else []
         checks: list[Callable[[], Iterator[Finding]]] = [
@@ -173,7 +174,7 @@ class Doctor:
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
-        """Whether a change is what the drafter was made for."""
+        """Return whether a change significantly improves the drafts, so that the drafter was made for it."""
         before, after = self.as_it_is.losses, changed.losses
         gains = [old - new for old, new in zip(before, after, strict=True)]
         mean = sum(gains) / len(gains)
@@ -181,7 +182,7 @@ class Doctor:
         return mean > CLEAR * self.as_it_is.loss and mean > SURE * spread
 
     def _suspect(self, changed: Walk, name: str, change: str, remedy: str) -> Iterator[Suspect]:
-        """A finding with the loss of a walk that was changed in one respect, if that is what the drafter was made for."""
+        """Yield a finding with the loss of a changed walk if the drafter was made for that change."""
         if self._better(changed):
             before = self.as_it_is
             taus = f"τ {before.tau:.2f} as it is, {changed.tau:.2f} so"
@@ -296,7 +297,7 @@ class Doctor:
                 "the answers were given to prompts of another template than this tokenizer has",
                 "serve with the template that the drafter was trained on, or collect and train again",
             )
-        is_dated = "strftime_now" in str(template)  # a prompt of another day is another one
+        is_dated = "strftime_now" in str(template)  # the prompt depends on the date
         other = [row for row in self.rows if not is_dated and _differs(row, tokenizer)]
         if not seen - {now} and len(other) > len(self.rows) / 2:
             yield Finding(
@@ -357,7 +358,7 @@ class Doctor:
             )
 
     def _decode(self, engine: Engine) -> float:
-        """τ of decoding the prompts with chains of the drafter's block, as many tokens as their answers have."""
+        """Return τ of decoding the prompts with chains of the drafter's block, for as many tokens as their answers have."""
         room = engine.snapshot().max_tokens
         documents = [document for document in self.documents if len(document) <= room]
         prompts = [document.token_ids[: document.response_start].tolist() for document in documents]
@@ -376,8 +377,8 @@ class Doctor:
         return sum(lengths) / max(1, len(lengths))
 
     def _served(self, counters: Counters) -> Iterator[Finding]:
-        """Where a server keeps fewer drafts than these answers promise, something differs between the two."""
-        pairs = list(zip(counters.acceptance, self.as_it_is.acceptance, strict=False))  # copies are longer than drafts
+        """Yield a finding if a server accepts fewer drafts than these answers predict, so that its setup differs."""
+        pairs = list(zip(counters.acceptance, self.as_it_is.acceptance, strict=False))  # n-gram drafts are longer
         served, promised = (1 + sum(column) for column in zip(*pairs, strict=True))
         if served * MUCH < promised:
             curve = ", ".join(f"{own:.2f} of {hoped:.2f}" for own, hoped in pairs)
@@ -389,7 +390,7 @@ class Doctor:
             )
 
     def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
-        """The drafter's K/V of the same texts, computed and found in the cache."""
+        """Compare the drafter's K/V of the same texts, computed and from the prefix cache."""
         if engine.draft_model is None or engine.draft_model.window is not None:
             return
         room = engine.snapshot().max_tokens
@@ -405,19 +406,20 @@ class Doctor:
         if wrong:
             yield Finding(
                 "prefix-cache holes",
-                f"the drafter's K/V of {wrong} of {len(texts)} texts are others when they are found in the cache",
+                f"the drafter's K/V of {wrong} of {len(texts)} texts differ when they come from the cache",
                 "report it with the counters of the server; --no-prefix-caching avoids it",
             )
 
 
 def evenly(found: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of ``found``, at equal distances: files are often in the order of their sources."""
+    """Return at most ``most`` of ``found`` at equal distances, because files are often ordered by source."""
     count = min(most, len(found))
     return [found[place * len(found) // count] for place in range(count)]
 
 
 def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, int]:
-    """The drafter's keys and values ``[2 · layers, T, kv_heads, head_dim]`` of a prompt, and how many tokens were cached."""
+    """Return the drafter's keys and values ``[2 · layers, T, kv_heads, head_dim]`` of a prompt, and the number of cached
+    tokens."""
     assert engine.draft_model is not None
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=2, ignore_eos=True))
     while request.num_output == 0:
@@ -431,7 +433,7 @@ def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, in
 
 
 def _beside(drafter: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a drafter's, or of the run that made it; empty where there is none."""
+    """Return a JSON file of a drafter or of the run that made it; empty if there is none."""
     inside = drafter_folder(drafter)
     for folder in (drafter, inside, inside.parent, drafter / "train"):
         try:
@@ -442,13 +444,13 @@ def _beside(drafter: Path, name: str) -> dict[str, Any]:
 
 
 def _certified_target(drafter: Path) -> str | None:
-    """Fingerprint of the target that a drafter was certified with."""
+    """Return the fingerprint of the target that a drafter was certified with."""
     found: str | None = _beside(drafter, "certificate.json").get("subject", {}).get("target")
     return found
 
 
 def _differs(row: Row, tokenizer: Any) -> bool:
-    """Whether a row's own prompt is not what the tokenizer makes of its messages."""
+    """Return whether a row's own prompt differs from the tokenizer's encoding of its messages."""
     if "prompt_token_ids" not in row or not row.get("messages"):
         return False
     bare: Row = {key: row[key] for key in ("messages", "thinking") if key in row}
@@ -456,7 +458,7 @@ def _differs(row: Row, tokenizer: Any) -> bool:
 
 
 def _is_misplaced(own: Tensor, head: Tensor, ids: Tensor) -> bool:
-    """Whether rows of the drafter's ``own`` head are rows of the target's, but not those of the tokens ``ids`` they stand for."""
+    """Return whether the drafter's ``own`` head has rows of the target's head under other tokens than ``ids``."""
     own, head = own.detach(), head.detach()
     chosen = torch.linspace(0, len(own) - 1, min(ROWS, len(own))).long()
     normal = torch.nn.functional.normalize

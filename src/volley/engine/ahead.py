@@ -1,18 +1,19 @@
-"""The next passes of decoding, launched on a GPU before the host has read the tokens of the passes before.
+"""Launch the next step's GPU work before the host has read the tokens of the current step (async scheduling).
 
-All that they need and the host does not know yet is how many tokens of each draft are kept and which token is behind them, and
-both are on the device (``decode/late.py``). So the device has its next passes when these end, and the host commits, makes texts,
-schedules and describes passes while it works. For plain decoding that is one pass, each request going on by one token. For chains
-it is the drafter's K/V, a draft and its verification. Their passes are described as if nothing was accepted, and moved on the
-device (``memory/graphs.py``), as is the noise of sampled drafts.
+The next passes need two values that the host does not know yet: the number of accepted tokens of each draft, and the bonus
+token. Both are on the device (``decode/late.py``). So the device starts its next passes as soon as the current ones end, and
+the host commits, detokenizes and schedules in the meantime. For plain decoding the launch is one pass, in which each request
+advances by one token. For chains it computes the drafter's K/V, a draft and its verification. The host lays these passes out
+as if no draft token was accepted. The device then shifts their positions (``memory/graphs.py``) and the noise of sampled
+drafts by the accepted counts.
 
-The launch is a guess: the next step is as long as this one. It is scheduled as ever, once the tokens are known, and takes what
-was launched if that has what it asks, on the same pages; else it launches passes of its own, which write the same K/V again. So
-nothing that decides knows of it, and tokens are those of launching later.
+The launch is speculative: it assumes that the next step drafts as many tokens as this one. The scheduler ignores it. If the
+step that is scheduled matches what was launched, on the same pages, that result is used. Otherwise it is dropped, and the
+step's own passes write the same K/V again. Output is the same either way.
 
-Pages for the next tokens are given back with the step and taken again by the next. A request that ends unforeseen leaves rows
-that nobody reads. In both cases the device may still write to a page that is free: whoever gets it writes in a later launch, and
-so after that.
+Pages reserved for the launch are given back when the step ends and taken again by the next step. A request that ends early
+leaves rows that nobody reads. In both cases the device may still write to a free page. This is safe, because the page's next
+owner writes in a later launch on the same stream.
 """
 
 from collections.abc import Sequence
@@ -37,19 +38,19 @@ from volley.procedures.request import Request
 from volley.proposers.base import Proposer
 from volley.types import Proposal
 
-_PATIENCE = 8  # steps alike in a row after which a policy that may change its mind is expected to go on so
+_PATIENCE = 8  # equal steps in a row after which an adaptive policy is expected to repeat its decision
 
 Works = Sequence[Work[Request]]
 
 
 class _Foreseen(NamedTuple):
-    """Of a request in the passes that were launched."""
+    """Position of one request in the launched passes."""
 
     number: int
     before: Work[Request]
-    """Its part of the step before, which decides where it goes on."""
+    """Its work in the step before. The verdict of that work decides where the request continues."""
     start: int
-    """Where it goes on if nothing of its draft is kept."""
+    """Position at which the request continues if none of its draft is accepted."""
     pages: list[int]
 
 
@@ -57,12 +58,12 @@ class _Foreseen(NamedTuple):
 class _Launched:
     places: dict[Request, _Foreseen]
     size: int
-    """Tokens of each draft."""
+    """Number of tokens in each draft."""
     drafts: list[Proposal]
-    """Of each request, if they are drafted for."""
+    """Draft of each request; empty for plain decoding."""
     outputs: Pass
     run: int
-    """Its number among the runner's passes."""
+    """Number of the launched pass, counted by the runner."""
 
 
 class Ahead:
@@ -74,33 +75,32 @@ class Ahead:
         proposer: Proposer | None = None,
         model: DraftModel | None = None,
     ) -> None:
-        """``model`` is the drafter at work, if ``proposer`` drafts with one."""
+        """Prepare to launch passes of ``runner``. ``model`` is the drafter in use, if ``proposer`` drafts with one."""
         self.is_used = runner.target.device.type != "cpu"
-        """A CPU computes whenever it is told to, so there nothing is gained; the same path gives the same tokens."""
+        """True on a GPU. A CPU runs each operation when it is called, so launching early gains nothing there; tokens are the
+        same."""
         self.proposer = proposer
         self._scheduler, self._runner, self._pacing, self._model = scheduler, runner, pacing, model
-        self._step: Step | None = None  # the one under way
+        self._step: Step | None = None  # the current step
         self._launched: _Launched | None = None
-        self._size = self._num_alike = 0  # drafts of so many tokens, in so many steps in a row
+        self._size = self._num_alike = 0  # draft length, and number of steps in a row that had it
 
     def forget(self) -> None:
-        """Let nobody take what is launched."""
+        """Drop the launched passes."""
         self._launched = None
 
     def launch(self, works: Works, tokens: Tensor) -> None:
-        """Launch the next passes of ``works`` if a step like this one is all that is likely to come next.
+        """Launch the next passes of ``works`` if the next step is likely to be like this one.
 
-        To be called while only the device knows their ``tokens``, those of each work from its ``choices`` on. The host may wait
-        for these afterwards: the device goes on with the passes.
+        Call this while ``tokens`` are only on the device; the tokens of each work begin at its ``choices``. The host may wait
+        for them afterwards, because the device then has its next passes.
         """
         step, self._step, self._launched = self._step, None, None
         size = max((len(work.proposal.token_ids) for work in works), default=0)
-        going_on = [work for work in works if work.request.remaining > 1]  # the others end here
+        going_on = [work for work in works if work.request.remaining > 1]  # the others end in this step
         if step is None or not self._is_likely(step, works, size) or not going_on:
             return
-        tokens = tokens.clamp_min(
-            0
-        )  # a row that is not finite chose none; its request takes nothing of what is launched
+        tokens = tokens.clamp_min(0)  # a row with non-finite logits chose no token; its request does not use the launch
         pages, starts = self._scheduler.sequences.pages, [work.request.computed + 1 for work in going_on]
         ends = [start + (2 * (1 + size) if size else 1) for start in starts]
         if max(ends) > self._runner.target.context_length or len(going_on) * (1 + size) > MOST_ROWS:
@@ -123,12 +123,13 @@ class Ahead:
     def _launch_chains(
         self, step: Step, going_on: Works, guesses: Works, tokens: Tensor, segments: list[Segment]
     ) -> Pass | None:
-        """The drafter's K/V of ``step``, the next drafts, and their verification in ``segments`` if none was kept of the last."""
+        """Compute the drafter's K/V of ``step``, the next drafts and their verification, laid out in ``segments`` as if none
+        was accepted."""
         assert step.batch is not None
         assert step.features is not None
         assert self._model is not None
         assert self.proposer is not None
-        # Of the whole blocks: what is written for a token that is not kept lies where the next block is.
+        # K/V are written for whole blocks. The K/V of a rejected token are overwritten by the next block.
         spans = [(work.request.table, work.request.computed, len(work.proposal.token_ids)) for work in step.works]
         slots = np.concatenate([table.slot_array(start, start + 1 + size) for table, start, size in spans])
         self._model.keep(step.features, step.batch.positions, upload(slots, tokens.device), None)
@@ -143,9 +144,11 @@ class Ahead:
         return self._runner.replay(segments, [0] * len(tokens), range(len(tokens)), {0: tokens}, moved)
 
     def _is_likely(self, step: Step, works: Works, size: int) -> bool:
-        """Whether the next step is like this one, with drafts of up to ``size`` tokens, and can be launched.
+        """Return True if the next step is likely to be like this one, with drafts of up to ``size`` tokens, and can be
+        launched.
 
-        Rules and log-probabilities need tokens that the host knows. Chains of the drafter itself alone can be drafted on.
+        Token rules and log-probabilities need tokens on the host, so they rule a launch out. Only chains of the drafter itself
+        can be extended on the device.
         """
         is_alike = all(
             _is_chain(work) and work.choices is not None and not (work.request.rules or work.request.params.logprobs)
@@ -163,16 +166,17 @@ class Ahead:
             and self._runner.passes is not None
             and is_alike
             and (policy.is_steady or policy.block_size == 1 or self._num_alike > _PATIENCE)
-            and len(works) == len(scheduler.running)  # all of them, and no prompt that is being read
+            and len(works) == len(scheduler.running)  # every running request decodes, and no prompt is being read
             and (is_full or not scheduler.waiting)
             and not (newcomers is not None and newcomers())
         )
 
     def serves(self, works: Works) -> bool:
-        """Whether what was launched has all that ``works`` ask for, if they get the pages that it was launched with.
+        """Return True if the launched passes contain everything that ``works`` ask for. Pages are compared later, in
+        :meth:`serve`.
 
-        Its other rows are those of requests that ended, and of longer drafts than are asked for near an end. If a policy may
-        learn from the times of passes, some draft must be as long.
+        The launch may contain more: rows of requests that ended, and longer drafts than are asked for near a request's end. If
+        a policy learns from the times of passes, at least one draft must have the launched length.
         """
         launched, passes = self._launched, self._runner.passes
         if not works or launched is None or passes is None or launched.run != passes.num_runs:
@@ -181,7 +185,8 @@ class Ahead:
         return is_as_long and all(_is_foreseen(work, launched) for work in works)
 
     def serve(self, step: Step) -> bool:
-        """Give a step what was launched for it; False if there is nothing. Either way it is used now or never."""
+        """Give ``step`` the passes that were launched for it and return True; return False if they do not match. Unused passes
+        are dropped."""
         launched, is_served = self._launched, self.serves(step.works)
         self._step, self._launched = step, None
         if launched is None or not is_served:
@@ -209,23 +214,24 @@ def _is_chain(work: Work[Request]) -> bool:
 
 
 def _is_drafted_by_drafter(request: Request) -> bool:
-    """Without an adapter and without a window, whose ring has no room for two blocks."""
+    """Return True for a request without an adapter and without a draft window (a ring cannot hold two blocks)."""
     return request.adapter is None and request.draft_table is request.table
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
+    """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
     place, ask = launched.places.get(work.request), work.ask
     if place is None or place.before.is_cut or not _is_chain(work) or ask.size > launched.size:
         return False
     is_usable = ask.rule is place.before.ask.rule and work.may_be_late
-    # The first tokens of a longer block are others than those of a shorter one. Here alone, answers depend on which they are.
+    # The first tokens of a longer block differ from those of a shorter block. Only seeded rejection sampling depends on that.
     if ask.rule is Rule.SPECULATIVE and work.request.params.seed is not None:
         is_usable = is_usable and ask.size == launched.size
     return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not ask.size)
 
 
 def _chosen(works: Works, tokens: Tensor) -> Tensor:
-    """The token of each of ``works`` that decode plainly."""
+    """Return the token chosen for each of ``works``, all of which decode plainly."""
     places = [work.choices for work in works if work.choices is not None]
     if places == list(range(len(tokens))):
         return tokens

@@ -1,4 +1,4 @@
-"""How much an engine holds and does at once: the defaults that fit a device."""
+"""Choose how many requests, tokens and K/V pages an engine holds: defaults that fit the device."""
 
 import logging
 from collections.abc import Callable
@@ -17,22 +17,23 @@ from volley.models.targets.target import Target
 
 log = logging.getLogger(__name__)
 PAGE_SIZE = 16
-_CPU = (64, 512)  # requests at once, tokens of a pass
+_CPU = (64, 512)  # most running requests, most tokens of a pass
 _GPU = (256, 4096)
-_SHARE = 0.9  # of the GPU's memory that weights and a pass leave, which K/V take
-_RINGS = 0.25  # of the same memory, which draft rings may take: the more requests, the less room each has for the target's K/V
-_RINGS_OF_KV = 0.5  # the same of what ``kv_mib`` gives both
+_SHARE = 0.9  # share of the free GPU memory that K/V take, after weights and a pass
+_RINGS = 0.25  # share of the same memory that draft rings may take; more running requests leave fewer pages for the target's K/V
+_RINGS_OF_KV = 0.5  # share of ``kv_mib`` that draft rings may take
 _BESIDE = CapacityConfig(kv_mib=4096, max_running=32)
 
 
 def beside_others(device: torch.device) -> CapacityConfig:
-    """Sizes of an engine that shares a GPU with other engines, or with a training: one alone takes all that is free."""
+    """Return sizes for an engine that shares a GPU with other engines or a training. By default an engine takes all free
+    memory."""
     return _BESIDE if device.type == "cuda" else CapacityConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity(CapacityConfig):
-    """The same sizes, all of them decided."""
+    """Engine sizes without open fields."""
 
     max_running: int
     max_batch_tokens: int
@@ -49,10 +50,10 @@ def fit(
     context_length: int,
     pass_bytes: Callable[[int], int],
 ) -> Capacity:
-    """Fill in what ``config`` leaves open, as ``device`` allows.
+    """Fill in the sizes that ``config`` leaves open, so that they fit ``device``.
 
-    ``per_token`` are the bytes of one token in the pool, ``per_ring`` those of a draft ring. ``pass_bytes(tokens)`` measures the
-    bytes of a pass; it is called on a GPU only.
+    ``per_token`` is the number of K/V bytes of one token, ``per_ring`` that of one draft ring. ``pass_bytes(tokens)`` measures
+    the memory of a pass; it is called on a GPU only.
     """
     given = {field.name: getattr(config, field.name) for field in fields(CapacityConfig)}
     most_running, most_tokens = _CPU if device.free_bytes is None else _GPU
@@ -63,7 +64,9 @@ def fit(
     if config.kv_mib is not None:
         most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
         if running > most:
-            log.warning("%d requests run at once: draft rings for %d would take too much of kv_mib", most, running)
+            log.warning(
+                "at most %d requests run at once: draft rings for %d would take too much of kv_mib", most, running
+            )
             given["max_running"] = running = most
         left = config.kv_mib * 2**20 - num_rings(running) * per_ring
         given["num_pages"] = max(1, int(left // (per_token * page_size)))
@@ -82,12 +85,12 @@ def fit(
 
 
 def _tokens_on_cpu(per_token: int) -> int:
-    """64k, or fewer if these would take 1 GiB and an eighth of the memory. What is not written takes none."""
+    """Return 64k tokens, or fewer if their K/V would exceed both 1 GiB and an eighth of memory. Unwritten K/V use no memory."""
     return min(2**16, max(2**30, memory_bytes(torch.device("cpu")) // 8) // per_token)
 
 
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
-    """:func:`fit` for an engine of these models, on the target's device."""
+    """Call :func:`fit` with the sizes of these models, on the target's device."""
     per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
     page_size = config.page_size or _page_size(target.diffusion)
     if drafter is not None:
@@ -110,7 +113,7 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
 
 
 def _page_size(family: BlockDiffusion | None) -> int:
-    """Pages are shared only if they end where blocks that attend both ways do."""
+    """Return a page size that is a multiple of the block with bidirectional attention; only such pages can be shared."""
     if family is None or family.has_causal_context:
         return PAGE_SIZE
     length = family.settings.canvas_length or 1
@@ -119,7 +122,7 @@ def _page_size(family: BlockDiffusion | None) -> int:
 
 @torch.inference_mode()
 def pass_bytes(target: Target, tokens: int) -> int:
-    """Peak bytes on a GPU of a pass of the target over ``tokens``, with a distribution for every token."""
+    """Measure the peak GPU memory of a target pass over ``tokens``, with a distribution for every token."""
     lengths = spread(tokens, -(-tokens // min(tokens, target.context_length)))
     batch, store = made_up(lengths, target.kv_shapes, target.dtype, target.device, causal=True, context=0)
     rows = torch.arange(len(batch), device=target.device)

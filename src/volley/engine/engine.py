@@ -1,4 +1,4 @@
-"""The engine: ``step`` is the loop, everything else brings prompts in and results out."""
+"""Generate text for many requests: ``Engine.step`` is the loop; the rest brings prompts in and results out."""
 
 import time
 from collections import deque
@@ -64,10 +64,10 @@ _BUNDLED = object()
 
 
 class Engine:
-    """A target, optionally its drafter, and the requests they are answering. Without a drafter, drafts are copied from the text.
+    """A target, optionally its drafter, and the requests that they answer. Without a drafter, drafts come from prompt lookup.
 
-    Not thread-safe: one thread steps it. Losslessness: with or without a drafter, greedy output is the target's own, token for
-    token, and sampled output has the target's distribution (see ``decode/verify.py``).
+    An engine is not thread-safe: one thread steps it. Decoding is lossless, with or without a drafter. Greedy output equals
+    the target's own token for token, and sampled output has the target's distribution (see ``decode/verify.py``).
     """
 
     def __init__(
@@ -80,37 +80,38 @@ class Engine:
         proposer: Proposer | None = None,
         **options: Any,
     ) -> None:
-        """``options`` are fields of :class:`DecodingConfig` and :class:`CapacityConfig`, instead of ``config`` and ``capacity``.
+        """Make an engine. ``options`` are fields of :class:`DecodingConfig` and :class:`CapacityConfig`, instead of ``config``
+        and ``capacity``.
 
         ``policy`` may also be a :class:`Policy` object of your own. A ``proposer`` drafts instead of the drafter.
         """
         self.target = target
         self.config, sizes = split_options(options, config, capacity)
         self.capacity = fit_engine(sizes, self.config, target, drafter)
-        """The sizes that were given; those that were not are chosen to fit the device."""
+        """Sizes as given; the others are chosen to fit the device."""
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
-        """Compiles the grammars of requests. A server calls it ahead of time, from other threads."""
+        """Compiles the grammars of requests. A server calls it early, from other threads."""
         self.on_verified: list[OnVerified] = []
         self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
         self._timings, self._next_id = Timings(), 0
         self.procedure = Speculative(self.config, lambda works, tokens: self.ahead.launch(works, tokens))
         self.procedures = Procedures(target, self.procedure, self.capacity.max_batch_tokens)
         self.drafter_source: tuple[str | Path, WantedDraftWeights] | None = None
-        """Where the drafter was loaded from, and how its weights are kept."""
+        """Path that the drafter was loaded from, and the format of its weights."""
         self.draft_model: DraftModel | None = None
         self._store: KVStore | None = None
         self.use_drafter(drafter, proposer)
 
     def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
-        """Begin anew with this drafter: empty states and a new policy. ``engine/reload.py`` does it while requests run."""
+        """Start over with this drafter: empty states and a new policy. Use ``engine/reload.py`` while requests run."""
         self.drafter, self._adapters = drafter, dict[str, Adapter]()
         self.draft_model = self._make_states()
         self.inexact = check_exact(self.target, self.runner.store, self.config)
-        """Why a token's logits may depend on what else is in the pass; ``None`` if they do not, to the bit."""
+        """Reason why logits may depend on the batch; ``None`` if they are batch-invariant, bit for bit."""
         if proposer is None and self.draft_model is not None:
             proposer = make_proposer(self.draft_model, self.config, self.capacity.page_size * self.capacity.cuda_graphs)
         self.proposer = proposer
-        """What drafts, if anything does: the drafter's proposer, or the one that was given."""
+        """Proposer that makes the drafts: the drafter's, or the one that was given; ``None`` if nothing drafts."""
         only_copies = proposer is None and self.target.diffusion is None
         draft_seconds = proposer.seconds if proposer else lambda *_: 0.0
         costs = Costs(draft_seconds, self.runner.seconds, self.arrivals, only_copies=only_copies)
@@ -122,11 +123,11 @@ class Engine:
         self.ahead = Ahead(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
 
     def _make_states(self) -> DraftModel | None:
-        """Make pages and K/V for the target and the drafter, the scheduler and the runner; returns the drafter at work."""
+        """Make the K/V pages of target and drafter, the scheduler and the runner. Return the drafter in use."""
         config, capacity, target, drafter = self.config, self.capacity, self.target, self.drafter
         num_pages, size = capacity.num_pages, capacity.page_size
         self.pool = PagePool(num_pages, size)
-        if self._store is None:  # it is kept from drafter to drafter
+        if self._store is None:  # the store is kept when the drafter is replaced
             self._store = target.make_store(config.kv_dtype, self._num_slots(num_pages))
         store = self._store
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
@@ -149,11 +150,12 @@ class Engine:
         return model
 
     def _num_slots(self, num_pages: int) -> int:
-        """Of so many pages, and of one that no request has where passes run in fixed memory."""
+        """Return the number of K/V slots in ``num_pages`` pages, plus one scratch page if CUDA graphs are used."""
         return (num_pages + self.capacity.cuda_graphs) * self.capacity.page_size
 
     def _make_draft_store(self, drafter: Drafter, num_slots: int) -> KVStore:
-        """For ``drafter``'s K/V: the one at hand if it is alike, as a GPU has no room for two."""
+        """Return a store for the drafter's K/V. A store of the same shape is reused, because a GPU may not have memory for
+        two."""
         held, target = self.draft_model, self.target
         if held is not None and (held.drafter.kv_shapes, held.store.num_slots) == (drafter.kv_shapes, num_slots):
             return held.store
@@ -173,20 +175,24 @@ class Engine:
         tensor_parallel: bool = False,
         **options: Any,
     ) -> Self:
-        """Load a pair. No ``target``: the bundled one, with its drafter unless another (or ``None``) is given.
+        """Load a target and its drafter. Without a ``target``, load the bundled one, with its drafter unless another (or
+        ``None``) is given.
 
-        ``target`` and ``drafter`` are folders, GGUF files, hub names, names of what is bundled or loaded models.
-        ``device`` auto is the GPU if there is one.
-        ``weights`` of the target and ``draft_weights`` of the drafter are bf16, or int8 and int4 codes on a CPU, a drafter's fp8
-        on a GPU; drafts then come from the head in such codes too. "auto" is bf16, but codes for a GGUF file of codes; a drafter
-        gets the target's codes, or int8 beside bf16 on a CPU with AVX512's dot products.
-        ``tensor_parallel`` divides a target over torchrun's processes. Only rank 0 returns; others follow and exit (SystemExit).
+        ``target`` and ``drafter`` are folders, GGUF files, hub names, names of bundled models or loaded models.
+        ``device="auto"`` is the GPU if there is one.
+
+        ``weights`` (target) and ``draft_weights`` (drafter) are bf16; on a CPU also int8 or int4.
+        If they are quantised, drafts use a head quantised alike. "auto" keeps bf16, or the quantised weights of a GGUF file.
+        For a drafter "auto" is the target's format, or int8 next to a bf16 target on a CPU with AVX512-VNNI.
+
+        ``tensor_parallel`` splits a target over torchrun's processes. Only rank 0 returns; the other ranks follow it and exit
+        (SystemExit).
         """
         own = {name: options[name] for name in options.keys() - {"config", "capacity", "proposer"}}
         config, _ = split_options(own, options.get("config"), options.get("capacity"))
         if drafter is _BUNDLED:
             drafter = REFERENCE / "drafter" if target is None else None
-        if drafter is None and options.get("proposer") is None:  # said before the target is loaded
+        if drafter is None and options.get("proposer") is None:  # raise this error before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
@@ -199,33 +205,33 @@ class Engine:
     @torch.inference_mode()
     @shared_cores()
     def step(self) -> list[Request]:
-        """One cycle of every scheduled request; returns the requests that ended."""
-        self._timings = Timings()  # a step that gives way has none
-        step = self.scheduler.schedule(self.pacing, self.ahead.serves)  # who takes part, and what each is asked to do
+        """Run one cycle of every scheduled request. Return the requests that ended."""
+        self._timings = Timings()  # stays empty if this step gives way to a prompt
+        step = self.scheduler.schedule(self.pacing, self.ahead.serves)  # who takes part, and with how many draft tokens
         if not step.works:
             return []
-        self.sequences.prepare(step)  # the drafter's K/V that were put off, if anything drafts
-        if not (is_launched := self.ahead.serve(step)):  # drafts and the target's pass, launched within the last step
-            if self.pacing.gives_way(step):  # a prompt came meanwhile, and is read first
+        self.sequences.prepare(step)  # make the deferred draft K/V, if anything drafts
+        if not (is_launched := self.ahead.serve(step)):  # drafts and target pass were launched by the last step
+            if self.pacing.gives_way(step):  # a prompt arrived, and is read first
                 return []
-            propose(step, self.proposer)  # drafts: from the drafter, or from the text
+            propose(step, self.proposer)  # drafts, from the drafter or from prompt lookup
             if self.pacing.gives_way(step):
                 return []
-        self.pacing.trim(step)  # how much of each is worth verifying
+        self.pacing.trim(step)  # how many draft tokens are worth verifying
         if not is_launched:
             self.runner.forward(step)  # one target pass: logits
-        self.overlap.run()  # texts of the step before, while a GPU works
-        accept(step)  # verdicts: tokens that come out, K/V that stay; the next pass is launched ahead of reading them
-        self.sequences.keep(step)  # every state moved, rolled back, published
+        self.overlap.run()  # detokenize the step before, while a GPU works
+        accept(step)  # verdicts: accepted tokens, and K/V to keep; on a GPU this also launches the next pass
+        self.sequences.keep(step)  # every state advanced, rolled back and published
         self.pacing.observe(step)  # what the policy learns
         ended = self.commit(step)  # tokens, texts and statistics of the requests
         self.pacing.time(step)  # what the cost tables learn
         return ended
 
     def commit(self, step: Step) -> list[Request]:
-        """Make the verdicts final in the requests; returns those that ended.
+        """Apply the verdicts to the requests. Return the requests that ended.
 
-        Where a text, a rule or a listener of one raises, the verdicts of all others are final before that is raised.
+        If committing one request raises, the other requests are committed first; then the exception is re-raised.
         """
         self._timings = step.timings
         finished, first, now = list[Request](), None, time.perf_counter()
@@ -266,9 +272,10 @@ class Engine:
         *,
         after: Request | None = None,
     ) -> Request:
-        """Queue one prompt, to be answered by ``procedure`` or the engine's own; :meth:`step` works on it from now on.
+        """Queue one prompt, to be answered by ``procedure`` or the engine's default; :meth:`step` works on it from now on.
 
-        ``after`` is a request with the same prompt: this one waits until that has been read, and takes its cached pages.
+        ``after`` is a request with the same prompt: the new request waits until that prompt has been read, and shares its
+        cached pages.
         """
         request = self._make_request(prompt, params, procedure)
         is_shared = self.capacity.prefix_caching and request.prefix_root is not None
@@ -295,16 +302,16 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now; its pages are free at once."""
+        """End a request now and free its pages."""
         request.finish_reason = request.finish_reason or "abort"
         self._end(request)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[GenerationResult]:
-        """Answer one prompt or many; yields the results in the order of the prompts, each as soon as it is there.
+        """Answer one prompt or many. Yield the results in the order of the prompts, each as soon as it is complete.
 
-        A prompt is a string (tokenised as it is), a list of token ids, or a list of chat messages. All prompts are
+        A prompt is a string (tokenised without a template), a list of token ids, or a list of chat messages. All prompts are
         checked before the first one runs.
         """
         many = cast(list[Prompt], [prompts] if is_one_prompt(prompts) else list(prompts))
@@ -314,9 +321,9 @@ class Engine:
         return self._results([self._make_request(*pair) for pair in zip(many, each, strict=True)])
 
     def _results(self, requests: list[Request]) -> Iterator[GenerationResult]:
-        """Queue the requests when the first result is asked for: an iterator that nobody reads leaves nothing behind."""
+        """Queue the requests when the first result is asked for, so that an iterator that nobody reads leaves nothing behind."""
         left = deque(requests)
-        requests.clear()  # what was answered is held by the caller alone
+        requests.clear()  # only the caller keeps finished requests
         try:
             for request in left:
                 request.is_streamed = False
@@ -330,14 +337,14 @@ class Engine:
                 self.abort(request)
 
     def _advance(self) -> None:
-        """A step. Where it raises, K/V may be half written: all that runs begins anew when it goes on, and finds no prefix."""
+        """Run one step. If it raises, K/V may be half written, so all running requests restart without cached prefixes."""
         try:
             self.step()
         except BaseException as error:
             for request in (failed := self.scheduler.begin_anew()):
                 self.abort(request)
             self.reset_prefix_cache()
-            if all(request.error is not error for request in failed):  # else its result raises it
+            if all(request.error is not error for request in failed):  # otherwise the failed request's result raises it
                 raise
 
     def stream(
@@ -345,14 +352,14 @@ class Engine:
     ) -> Generator[TextChunk, None, GenerationResult]:
         """Yield text as it is accepted; the generator returns the :class:`GenerationResult`.
 
-        Raises :class:`NonFiniteError` behind the last chunk if the request ended because its logits are not finite.
+        Raises :class:`NonFiniteError` after the last chunk if the request ended because its logits are not finite.
         """
         request = self.add_request(prompt, params)
         try:
             while request.finish_reason is None:
                 self._advance()
                 yield from request.take_chunks()
-            yield from request.take_chunks()  # of steps that another iterator made
+            yield from request.take_chunks()  # chunks from steps that another iterator ran
             if request.failure is not None:
                 raise request.failure
             return request.result()
@@ -361,10 +368,10 @@ class Engine:
 
     @torch.inference_mode()
     def next_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The target's logits ``[V]`` (fp32) for the token after ``token_ids``, in a pass of their own."""
+        """Return the target's logits ``[V]`` (fp32) for the token after ``token_ids``, computed in a separate pass."""
         asked = self.procedures.plain.ask_next(token_ids)
         table, size = BlockTable(self.pool.page_size), len(asked)
-        self.ahead.forget()  # its pages may be free now, and taken here
+        self.ahead.forget()  # the launched pages may be free now, and taken here
         self.pool.check_fits(size)
         if not self.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
@@ -378,7 +385,8 @@ class Engine:
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Let requests choose the adapter in folder ``path`` by ``SamplingParams(draft_adapter=name)``.
 
-        It takes the memory of another drafter. A name that is in use gets the new adapter; running requests keep the old one.
+        An adapter takes as much memory as another drafter. A name in use gets the new adapter; running requests keep the old
+        one.
         """
         if self.draft_model is None:
             raise ConfigError(f"adapter {name!r} has no drafter to adapt; give the engine one")
@@ -391,7 +399,7 @@ class Engine:
 
     @property
     def adapters(self) -> list[str]:
-        """Names that requests may choose."""
+        """Names of the adapters that requests may choose."""
         return sorted(self._adapters)
 
     def _check_adapter(self, name: str | None) -> None:
@@ -400,22 +408,24 @@ class Engine:
             raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
 
     def adapt(self, request: Request) -> None:
-        """Give a request, of which nothing is computed yet, its adapter and the root of its hashes; say whether it rests."""
+        """Set a new request's adapter, the root of its page hashes and whether its drafting is suspended."""
         request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
-        in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no K/V of the drafter
+        in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no draft K/V
         request.rests = not request.procedure.is_followed(request.params)
         root = request.procedure.prefix_root(request.params, self.capacity.page_size)
         request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
 
     # -- settings ------------------------------------------------------------------------------------------------------
     def reconfigure(self, config: DecodingConfig) -> None:
-        """Decode by ``config`` from the next step on. If any of it is refused, nothing changes.
+        """Decode by ``config`` from the next step on. If any field is refused, nothing changes.
 
-        Requests go on. A policy that stays the same keeps what it has learnt.
+        Running requests go on. A policy that stays the same keeps what it has learnt.
         """
         for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
             if getattr(config, name) != getattr(self.config, name):
-                raise ConfigError(f"{name} says where K/V live and cannot change; make another engine for {name}")
+                raise ConfigError(
+                    f"{name} decides how K/V are stored and cannot change; make another engine to change it"
+                )
         check_exact(self.target, self.runner.store, config)
         check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         if self.proposer is not None:
@@ -445,7 +455,7 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """What decides how much is drafted and verified. May be set between steps, by name or to an object."""
+        """Policy that decides how many tokens are drafted and verified. Set it between steps, to a name or an object."""
         return self.pacing.policy
 
     @policy.setter
@@ -454,7 +464,8 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """Most tokens a request verifies per cycle, anchor included. Setting it fixes the block: 1 is plain decoding."""
+        """Most tokens that a request verifies per cycle, anchor included. Setting it fixes the block size; 1 is plain
+        decoding."""
         return self.policy.block_size
 
     @block_size.setter
@@ -462,7 +473,7 @@ class Engine:
         self.reconfigure(replace(self.config, policy=None, block_size=value))
 
     def snapshot(self) -> Snapshot:
-        """What the engine holds now."""
+        """Return the current load of the engine."""
         return Snapshot(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -475,18 +486,18 @@ class Engine:
         )
 
     def cycle_seconds(self, block_size: int, requests: int) -> float:
-        """Seconds of a cycle of so many requests with blocks of one size (1: no drafts), measured on made-up text."""
+        """Measure the seconds of a cycle of ``requests`` with blocks of ``block_size`` (1: no drafts), on made-up text."""
         tokens, proposer = block_size * requests, self.proposer if block_size > 1 else None
         return (proposer.seconds(tokens, requests) if proposer else 0.0) + self.runner.seconds(tokens, requests)
 
     def room(self, num_prompt: int, params: SamplingParams) -> int:
-        """Tokens that an answer with these parameters may have at most, behind a prompt of ``num_prompt`` tokens."""
+        """Return the most tokens that an answer with ``params`` may have after a prompt of ``num_prompt`` tokens."""
         procedure, params = self.procedures.choose(params)
         return max(0, procedure.most_tokens(num_prompt, self.snapshot().max_tokens, params) - num_prompt)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is running or waiting."""
+        """True if any request is running or waiting."""
         return self.scheduler.has_work
 
     @property
@@ -497,7 +508,7 @@ class Engine:
         return self.target.tokenizer
 
     def encode(self, prompt: Prompt, *, thinking: bool | None = None) -> list[int]:
-        """Token ids of a prompt; chat messages go through the chat template with the generation prompt.
+        """Return the token ids of a prompt; chat messages go through the chat template with the generation prompt.
 
         ``thinking`` reaches the template as ``enable_thinking``; with ``None`` the template decides.
         """
@@ -506,9 +517,9 @@ class Engine:
         return token_ids
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Requests that run keep theirs."""
+        """Drop all cached prefixes. Running requests keep theirs."""
         self.sequences.forget()
 
     def check_integrity(self) -> None:
-        """Recount every page; raises ``AssertionError`` if a count is wrong."""
+        """Recount every page; raise ``AssertionError`` if a count is wrong."""
         self.sequences.check_integrity([*self.scheduler.running, *self.scheduler.waiting])

@@ -1,4 +1,4 @@
-"""Whether answers are exact: whether a token's logits are the same bits whatever else is in the pass."""
+"""Check whether a target is batch-invariant: a token's logits are the same bits, whatever else is in the pass."""
 
 import copy
 import logging
@@ -19,13 +19,13 @@ from volley.models.targets.target import Target
 from volley.native import Weights
 
 log = logging.getLogger("volley")
-_LAYERS = 2  # of a model that is tried
+_LAYERS = 2  # layers of the model that is tried
 
-_AS_IT_IS = "leave exact out: answers may then part from plain decoding's where two logits are nearly equal"
+_AS_IT_IS = "leave exact out: greedy output may then differ from plain decoding if two logits are nearly equal"
 
 
 def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple[str, str] | None:
-    """Why a row's bits may depend on the rest of the pass, and the remedy; ``None`` if all of the target runs on the kernels."""
+    """Return why logits may depend on the batch, and the remedy; ``None`` if the whole target runs on volley's kernels."""
     if not native.available or target.device.type != "cpu":
         return (
             f"volley's kernels do not run here ({target.device}; they need an x86-64 CPU with AVX2)",
@@ -40,14 +40,14 @@ def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple
         return (
             f"not all of {type(target.model).__name__} runs on volley's kernels, which take layers like those of Llama, Mistral, "
             "Mixtral, Qwen2, Qwen3 and its MoE, Gemma 2 and 3, Phi-3, SmolLM3, Granite, OLMo 2 and gpt-oss, with heads of 16 · n "
-            "and inputs of 32 · n numbers (of 64 · n in codes that are rounded here)",
+            "and inputs of 32 · n numbers (of 64 · n for weights that are quantised at load)",
             _AS_IT_IS,
         )
     return None
 
 
 def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str | None:
-    """The reason of :func:`why_inexact`. Raises ConfigError if ``config`` asks for exact answers and there is such a reason."""
+    """Return the reason of :func:`why_inexact`. Raises ConfigError if there is one and ``config.exact`` is set."""
     found = why_inexact(target, store, config)
     if found is None:
         log.info("answers are exact: a token's logits do not depend on what else is in the pass")
@@ -60,9 +60,10 @@ def check_exact(target: Target, store: KVStore, config: DecodingConfig) -> str |
 
 
 def foresee_exactness(path: str | Path) -> str:
-    """Whether a target would be exact in bf16 on a CPU. Its config is read, and two layers are tried with made-up weights.
+    """Tell from a model's config whether it would be batch-invariant in bf16 on a CPU. Two layers are tried with made-up
+    weights.
 
-    Raises UnsupportedModelError where these are refused.
+    Raises UnsupportedModelError if these layers are not supported.
     """
     config = copy.deepcopy(load_config(path))
     weights = choose_weights(path, "auto", torch.device("cpu"), torch.bfloat16)
@@ -78,7 +79,7 @@ def foresee_exactness(path: str | Path) -> str:
         return _try_layers(config, weights)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # some families refuse to be cut short, each in its way
+    except Exception as error:  # some families cannot be shortened, each in its own way
         return f"not known before it is loaded ({error})"
 
 

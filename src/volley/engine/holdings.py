@@ -1,4 +1,4 @@
-"""How much memory an engine holds: its models, their K/V pools and CUDA graphs."""
+"""Measure how much memory an engine uses: its models, their K/V pools and its CUDA graphs."""
 
 import logging
 from typing import Protocol
@@ -14,7 +14,7 @@ log = logging.getLogger("volley")
 
 
 class Holder(Protocol):
-    """The parts of an engine that hold memory."""
+    """Parts of an engine that use memory."""
 
     target: Target
     runner: Runner
@@ -23,7 +23,7 @@ class Holder(Protocol):
 
 
 def memory_of(engine: Holder) -> dict[str, int]:
-    """Bytes in use, by part: weights of target and drafter, their K/V pools, and the CUDA graphs captured so far."""
+    """Return the bytes in use by part: weights of target and drafter, their K/V pools, and the CUDA graphs captured so far."""
     held, model = {"target": weight_bytes(engine.target.model), "kv": engine.runner.store.nbytes}, engine.draft_model
     if model is not None:
         held |= {"drafter": weight_bytes(model.drafter), "draft_kv": model.store.nbytes}
@@ -33,12 +33,12 @@ def memory_of(engine: Holder) -> dict[str, int]:
 
 
 def graph_bytes(engine: Holder) -> int:
-    """Bytes of the CUDA graphs captured so far, and of their fixed memory."""
+    """Return the bytes of the CUDA graphs captured so far, with their static buffers."""
     return sum(passes.nbytes for passes in static_passes_of(engine))
 
 
 def describe_memory(engine: Holder) -> str:
-    """:func:`memory_of` as a line of text."""
+    """Return :func:`memory_of` as a line of text."""
     parts = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in memory_of(engine).items())
     return f"memory of {engine.target.device}: {parts}"
 
@@ -50,6 +50,6 @@ def report_memory(engine: Holder) -> None:
 
 
 def static_passes_of(engine: Holder) -> list[StaticPasses]:
-    """Small passes in fixed memory, of the target and of the drafter."""
+    """Return the static passes of the target and of the drafter."""
     owners = (engine.runner, engine.proposer)
     return [own.passes for own in owners if own is not None and own.passes is not None]

@@ -1,4 +1,4 @@
-"""Between the engine and its policy: asks the policy before and after drafting, and reports results to it and to cost tables."""
+"""Connects the engine to its policy: asks it before and after drafting, and reports results to it and to the cost tables."""
 
 import time
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from volley.procedures.request import Request
 
 class Pacing:
     def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_rest: bool = False) -> None:
-        """``can_rest``: whether drafts can be made though not all of the context before them was kept."""
+        """Connect ``policy`` to ``costs``. ``can_rest`` is True if drafts work without draft K/V for the whole context."""
         self.policy, self.costs, self.can_grow_trees, self.can_rest = policy, costs, can_grow_trees, can_rest
         self._may_give_way = True
         self._num_timed = 0
 
     def decide(self, requests: Sequence[Request], under_way: int) -> list[Work[Request]]:
-        """The work of each of ``requests``, all of which decode."""
+        """Make the work of each of ``requests``, all of which decode."""
         views = [request.procedure.view(request, self.policy.block_size) for request in requests]
         found: list[tuple[list[int], list[float]]] = []
         for request, view in zip(requests, views, strict=True):
@@ -41,7 +41,7 @@ class Pacing:
         return works
 
     def let_rest(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
-        """Note of the requests of ``works`` which of them rest: the drafter does not keep up with their texts."""
+        """Set which requests of ``works`` suspend drafting: no draft K/V are made for their tokens."""
         if self.can_rest:
             every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
             for work in works:
@@ -50,10 +50,11 @@ class Pacing:
                 work.request.rests = not (is_followed and (is_kept or work.ask.positions))
 
     def gives_way(self, step: Step) -> bool:
-        """Whether the step is dropped because a prompt came before its target pass. Drafts are made anew once it was read.
+        """Return True if the step is dropped because a prompt arrived before its target pass. Drafts are made again after the
+        prompt.
 
-        No answer changes: nobody has looked at the dropped tokens, and the new ones are drawn with the same noise. After a step
-        that gave way, the next one goes on to its end.
+        Output does not change: the dropped draft tokens were not read, and the new ones are drawn with the same noise. The
+        step after a dropped one always runs to its end.
         """
         newcomers, works = self.costs.arrivals.newcomers, step.works
         only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
@@ -63,11 +64,11 @@ class Pacing:
         return True
 
     def trim(self, step: Step) -> None:
-        """Cut each draft to the tokens that the policy wants verified."""
+        """Cut each draft to the tokens that the policy wants to verify."""
         step.cycles = trim(self.policy, step.decoding)
 
     def observe(self, step: Step) -> None:
-        """Tell the policy what was accepted, and show it each prompt that was read to its end."""
+        """Report accepted tokens to the policy, and pass it each prompt that was read to its end."""
         self._read_prompts(step)
         for work, cycle in zip(step.decoding, step.cycles, strict=True):
             conclude(work, cycle)
@@ -75,13 +76,13 @@ class Pacing:
             self.policy.observe(step.cycles)
 
     def time(self, step: Step) -> None:
-        """Tell the cost tables how long a finished step took. What the host does beside the passes counts as the target's."""
+        """Report the seconds of a finished step to the cost tables. Host work outside the passes counts as the target's."""
         seconds, costs = time.perf_counter() - step.started, self.costs
         self._may_give_way = True
         passing = seconds - step.settling - step.drafting
         assert step.batch is not None
         if not step.cycles:
-            # Procedures may have drafted and verified by themselves, with no prompt beside them.
+            # Some decoding methods draft and verify by themselves, with no prompt in the same pass.
             if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
                 costs.target.observe(len(step.batch), len(step.works), passing)
             return
@@ -99,7 +100,7 @@ class Pacing:
         costs.learn(drafted, verified, (drafting, passing), made=made, read=len(step.batch) - verified[0])
 
     def _read_prompts(self, step: Step) -> None:
-        """Note the time of each first token, and show the policy the end of its prompt if it needs that."""
+        """Record the time of each first token, and give the policy the end of its prompt if it needs that."""
         now = time.perf_counter()
         for index, work in enumerate(step.works):
             request = work.request

@@ -1,12 +1,13 @@
-"""The states of recurrent layers: each request has one slot of them, and snapshots serve the prefix cache.
+"""Manage the states of recurrent layers: one slot per request, and snapshots for the prefix cache.
 
-A state cannot be cut where a page ends. So a prefix is found only where pages and a snapshot end together. Snapshots are taken
+A recurrent state cannot be cut at a page boundary. So a cached prefix ends where both a page and a snapshot end. Snapshots are
+taken
 
 - at the last page boundary of a prompt,
-- at every fourth page boundary of an answer, of which the newest is kept,
-- at a *junction*, where pages of a prompt matched further than any snapshot: other prompts may part there too.
+- at every fourth page boundary of an answer, of which only the newest is kept,
+- at a *junction*: where the pages of a prompt matched further than any snapshot, because other prompts may diverge there too.
 
-The least recently used snapshot makes room.
+The least recently used snapshot is evicted first.
 """
 
 from collections import OrderedDict
@@ -26,26 +27,27 @@ from volley.procedures.request import Request
 _BYTES = 2**30  # of all states, by default
 _PREFIXES = 256
 _FEWEST = 4
-_ANSWER_PAGES = 4  # of an answer between two snapshots
+_ANSWER_PAGES = 4  # pages of an answer between two snapshots
 
 
 @dataclass(slots=True)
 class _Held:
-    """What is known of one request beside its slot."""
+    """Snapshot bookkeeping of one request."""
 
     junction: int = 0
-    """How many of its first tokens had pages in the cache and no snapshot; 0 if there is no junction."""
+    """Number of its first tokens that had cached pages but no snapshot; 0 if there is no junction."""
     own: bytes | None = None
-    """The newest snapshot of its answer, by the hash of its page; a later one replaces it."""
+    """Page hash of the newest snapshot of its answer; a later snapshot replaces it."""
 
 
 class RecurrentStates(SequenceState):
-    """Recurrent states of requests and prefixes. It must be the last of an engine's states: it asks how far pages matched."""
+    """Recurrent states of requests and cached prefixes. It must be last among an engine's states, because it needs to know how
+    far pages matched."""
 
     def __init__(self, store: RecurrentStore, page_size: int, *, prefix_caching: bool) -> None:
         self.store, self.page_size, self.prefix_caching = store, page_size, prefix_caching
         self.snapshots: OrderedDict[bytes, int] = OrderedDict()
-        """Slots of snapshots by the hash of the page that they follow, the least recently used first."""
+        """Slots of snapshots by the hash of the page before them, least recently used first."""
         self._free = list(range(store.num_slots))
         self._held: dict[int, _Held] = {}
 
@@ -79,7 +81,7 @@ class RecurrentStates(SequenceState):
         return table.state is not None
 
     def keep(self, step: Step) -> None:
-        """Move every request's states to its last token that stays, and take snapshots."""
+        """Advance every request's state to its last kept token, and take snapshots."""
         assert step.recurrent is not None
         wanted: list[Wanted] = []
         for index, work in enumerate(step.works):
@@ -87,11 +89,11 @@ class RecurrentStates(SequenceState):
             assert slot is not None, "a request that takes part holds a slot"
             if rows:
                 wanted += [Wanted(index, rows[-1], slot), *self._snapshots_of(index, work, rows)]
-        # A snapshot of this step may have given its slot to a later one, whose states are written in another order.
+        # A later snapshot may have taken the slot of an earlier one in this step; then only the later one is written.
         try:
             step.recurrent.write(list({each.slot: each for each in wanted}.values()))
         except BaseException:
-            self.forget()  # some would be found, and hold other states
+            self.forget()  # published snapshots may be unwritten
             raise
 
     def withdraw(self, request: Request) -> None:
@@ -115,18 +117,18 @@ class RecurrentStates(SequenceState):
 
     # -- passes and snapshots ------------------------------------------------------------------------------------------
     def start(self, batch: RaggedBatch, works: Sequence[Work[Request]]) -> RecurrentPass:
-        """Begin the pass over ``batch``, whose segments are those of ``works``."""
+        """Begin the pass over ``batch``, whose segments belong to ``works``."""
         return RecurrentPass(batch, self.store.layout, self.store, [self._marks(work) for work in works])
 
     def _marks(self, work: Work[Request]) -> tuple[int, ...]:
-        """Rows of a part of a prompt after which states are wanted: its last one, and where snapshots are taken."""
+        """Return the rows of a prompt chunk whose states are needed: its last row, and the rows at snapshot boundaries."""
         if work.kind is not Kind.PREFILL:
             return ()
         rows = {end - work.request.computed - 1 for end in self._boundaries(work)}
         return tuple(sorted(rows | {work.num_known - 1}))
 
     def _boundaries(self, work: Work[Request]) -> list[int]:
-        """Where a snapshot is taken inside a part of a prompt, or at its end: numbers of tokens before it."""
+        """Return the snapshot boundaries within a prompt chunk, as numbers of tokens from the start of the prompt."""
         request, size = work.request, self.page_size
         if not self.prefix_caching:
             return []
@@ -152,7 +154,7 @@ class RecurrentStates(SequenceState):
         return wanted
 
     def _snapshot(self, request: Request, boundary: int, *, in_answer: bool) -> int | None:
-        """The slot of a new snapshot after ``boundary`` tokens; ``None`` if there is one already, or no room."""
+        """Return the slot for a new snapshot after ``boundary`` tokens; ``None`` if one exists already or no slot is free."""
         held, digest = self._held[request.request_id], request.page_hashes[boundary // self.page_size - 1]
         if digest in self.snapshots:
             self.snapshots.move_to_end(digest)
@@ -168,7 +170,7 @@ class RecurrentStates(SequenceState):
         return slot
 
     def _take(self, keep: int | None = None) -> int | None:
-        """A free slot, or that of the least recently used snapshot other than ``keep``; ``None`` if there is none."""
+        """Return a free slot, or evict the least recently used snapshot other than ``keep``; ``None`` if there is none."""
         if self._free:
             return self._free.pop()
         for digest, slot in self.snapshots.items():
@@ -179,7 +181,8 @@ class RecurrentStates(SequenceState):
 
 
 def make_recurrent(target: Target, capacity: Capacity) -> RecurrentStates | None:
-    """The states of a target's recurrent layers, if it has any. By default 256 prefixes have room, or as many as fit in 1 GiB."""
+    """Make the states of a target's recurrent layers, if it has any. By default they hold 256 prefixes, or as many as fit in 1
+    GiB."""
     layout = target.recurrent
     if not layout:
         return None

@@ -10,8 +10,8 @@ from volley.models.drafters.drafter import Drafter
 def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str | Path] | None = None) -> None:
     """Draft with ``drafter`` and its ``adapters``, by name, from the next step on. If one is refused, nothing changes.
 
-    To be called between two steps. Requests go on with the tokens that they would have had. They are read again, as after a
-    preemption, for the new drafter's K/V. These take the old one's place in memory where both have one shape.
+    Call this between two steps. Output does not change. Requests are prefilled again, as after a preemption, to make the new
+    drafter's K/V. These reuse the old drafter's memory if the shapes are equal.
     """
     parts = (engine, *engine.procedures.by_mode.values())
     before = [dict(vars(part)) for part in parts]
@@ -29,13 +29,13 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
         raise
     runner.close()
     costs = engine.pacing.costs
-    known.measured_by(engine.runner.seconds)  # passes of the target take as long as before
+    known.measured_by(engine.runner.seconds)  # target passes take as long as before
     costs.target = known
     engine.procedures.use_costs(known)
     for request in requests:
         request.stats.preemptions += request in scheduler.running
         scheduler.finish(request)
-        request.draft_table = request.table  # a ring was the old drafter's
+        request.draft_table = request.table  # a ring belonged to the old drafter
         request.drafts_from = 0
         engine.adapt(request)
         engine.scheduler.add(request)

@@ -1,4 +1,4 @@
-"""Makes requests of prompts, and refuses those that could never be answered."""
+"""Make requests from prompts, and refuse those that can never be answered."""
 
 import secrets
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ def make_request(
     pool: PagePool,
     grammars: Grammars,
 ) -> Request:
-    """A request for the prompt ``token_ids [n]``, with an empty block table.
+    """Make a request for the prompt ``token_ids [n]``, with an empty block table.
 
-    Raises :class:`InputError` if the context has no room for it, or the target does not know its tokens;
+    Raises :class:`InputError` if the prompt does not fit the context, or has tokens outside the vocabulary;
     :class:`CapacityError` if ``pool`` has too few pages; :class:`ConfigError` if its grammar cannot be used.
     """
     target.check_prompt(token_ids)
@@ -42,7 +42,7 @@ def make_request(
     most = procedure.most_tokens(len(token_ids), min(limit, pool.num_pages * pool.page_size), params)
     max_length = min(asked, most)
     rules = make_rules(params, token_ids, target.vocab_size, target.device)
-    if params.grammar is not None:  # the last rule: it forbids tokens, whatever the others made of the logits
+    if params.grammar is not None:  # the last rule: it forbids tokens whatever other rules did to their logits
         rules = (*rules, grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
     table = BlockTable(pool.page_size)
     ends = (frozenset() if params.ignore_eos else target.stop_token_ids) | frozenset(params.stop_token_ids)
@@ -67,14 +67,14 @@ def make_request(
 
 
 def _seed(params: SamplingParams) -> int:
-    """That of the request; at temperature 0 always the same, as the canvas of DiffusionGemma begins with noise even there."""
+    """Return the request's seed. At temperature 0 it is fixed, because DiffusionGemma's canvas begins with noise even there."""
     if params.seed is not None:
         return params.seed
     return secrets.randbits(63) if params.temperature else 0
 
 
 def check_tokens(target: Target, token_ids: Iterable[int], field: str | None = None) -> None:
-    """Refuse token ids of a ``field`` that are outside the target's vocabulary; without a field they are a prompt's."""
+    """Refuse token ids of a ``field`` that are outside the target's vocabulary; without a ``field`` they come from a prompt."""
     size, what = target.vocab_size, f"{field}: " if field else ""
     if wrong := [token for token in token_ids if not 0 <= token < size]:
         remedy = (

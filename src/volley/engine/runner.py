@@ -1,4 +1,4 @@
-"""The runner makes the pass of a step: one ragged pass of the target over known and drafted tokens. It times passes, too."""
+"""Run the target pass of a step: one ragged pass over known and drafted tokens. The runner also times passes."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ from volley.models.targets.traits import has_experts
 
 
 class Pass(NamedTuple):
-    """What comes out of a pass of the target over T tokens."""
+    """Output of a target pass over T tokens."""
 
     batch: RaggedBatch
     logits: Tensor
-    """``[R, V]`` of the rows that were asked for."""
+    """Logits ``[R, V]`` of the rows that were asked for."""
     features: Tensor | None
-    """The tapped states ``[T, taps · H]``, if there is a drafter."""
+    """Tapped hidden states ``[T, taps · H]``, if there is a drafter."""
 
     def give(self, step: Step) -> None:
-        """Make it the pass of a step, with features only if the drafter keeps up with one of its requests."""
+        """Store the outputs in ``step``, with features only if some request of it drafts."""
         step.batch, step.logits, features = self
         step.features = features if step.awake else None
 
     def only(self, rows: Sequence[int], segments: list[Segment]) -> "Pass":
-        """The outputs of some of its ``rows``, all of which have logits, as those of ``segments``."""
+        """Return the outputs of ``rows``, all of which have logits, as the outputs of ``segments``."""
         batch, features = self.batch, self.features
         given = [batch.token_ids, batch.positions, self.logits, *([] if features is None else [features])]
         if list(rows) != list(range(len(batch))):
@@ -57,37 +57,37 @@ class Runner:
         recurrent: RecurrentStates | None = None,
         spare: int = 0,
     ) -> None:
-        """``model`` is the drafter at work, whose layers of the target are tapped.
+        """Run passes of ``target``. ``model`` is the drafter in use, whose taps read the target's layers.
 
-        ``spare`` slots at the end of ``store`` belong to no request: those of one page, or 0. With such a page small passes run
-        in fixed memory where the model allows it. Each request then has as many rows as a block, in plain decoding too.
+        ``spare`` is the number of scratch slots at the end of ``store``: one page, or 0. With a scratch page, small passes use
+        CUDA graphs if the model allows it. Each request then has at least as many rows as a block, in plain decoding too.
         """
         self.target, self.store, self.recurrent = target, store, recurrent
-        self._denoised: RaggedBatch | None = None  # the last pass over canvases
+        self._denoised: RaggedBatch | None = None  # last pass over canvases
         self._taps = taps = None if model is None else Taps(target.model, model.taps)
         if taps is not None:
-            weakref.finalize(self, taps.close)  # a target outlives the engines made on it
+            weakref.finalize(self, taps.close)  # the target outlives its engines
 
         def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
             logits = target.forward(batch, store, rows, taps)
             return [logits] if taps is None else [logits, taps.take()[0]]
 
         self.passes: StaticPasses | None = None
-        """Small passes, as CUDA graphs on a GPU; ``None``: all of them are launched operation by operation."""
+        """Small passes, as CUDA graphs on a GPU; ``None``: every pass is launched operation by operation."""
         if spare and target.is_regular:
-            # Rows that fill a pass up would read experts that nobody needs.
+            # Padding rows would load experts that no real row needs.
             least = 1 if model is None or has_experts(target.model.config) else model.drafter.config.block_size
             width, place = target.hidden_size, {"dtype": target.dtype, "device": target.device}
             feedback = torch.zeros(MOST_ROWS, width, **place) if target.takes_feedback else None
             self.passes = static_passes(forward, store, spare, target.device, least, feedback)
 
     def close(self) -> None:
-        """Remove the taps. No step can be run afterwards."""
+        """Remove the taps. No step can run afterwards."""
         if self._taps is not None:
             self._taps.close()
 
     def forward(self, step: Step) -> None:
-        """Fill in the step's batch, logits and features, and the rows of each work."""
+        """Fill in the step's batch, logits and features, and the logit rows of each work."""
         segments, tokens, rows, late = list[Segment](), list[int](), list[int](), dict[int, Tensor]()
         with step.timings.count("verify"):
             for work in step.works:
@@ -101,7 +101,7 @@ class Runner:
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
             step.is_late = bool(late)
-            # Prompts have so many lengths that a capture would seldom serve the next one.
+            # Prompt lengths vary too much for a captured graph to be reused.
             may_capture = all(work.kind is not Kind.PREFILL for work in step.works)
             outputs = self.replay(segments, tokens, rows, late, may_capture=may_capture)
             if outputs is not None:
@@ -129,9 +129,9 @@ class Runner:
         *,
         may_capture: bool = True,
     ) -> Pass | None:
-        """A small pass in fixed memory, with the arguments of :class:`StaticPasses`; ``None`` if that cannot be.
+        """Run a small pass in static buffers, with the arguments of :class:`StaticPasses`; return ``None`` if it does not fit.
 
-        Its logits are valid until the next pass.
+        The logits are valid until the next pass.
         """
         found = None
         if self.passes is not None:
@@ -139,12 +139,12 @@ class Runner:
         if found is None:
             return None
         batch, (logits, *features) = found
-        # Features may be read after the next pass.
+        # Features may be read after the next pass, so they are copied.
         return Pass(batch, logits[: len(rows)], features[0][: len(tokens)].clone() if features else None)
 
     @trimmed()
     def seconds(self, tokens: int, requests: int) -> float:
-        """Seconds of a pass that verifies ``tokens`` of made-up text, spread over ``requests``."""
+        """Measure the seconds of a pass that verifies ``tokens`` of made-up text, spread over ``requests``."""
         target, lengths = self.target, spread(tokens, requests)
         context = context_of(lengths, target.context_length)
         replay = None if self.passes is None else self.passes.made_up(lengths, context, causal=True)

@@ -1,10 +1,12 @@
-"""The scheduler chooses who takes part in the next step: decoding requests first, then chunks of prompts, by priority and age.
+"""Choose the works of the next step: decoding requests first, then chunks of prompts, by priority and age.
 
-Drafts make passes longer, and a prompt that arrives during a pass waits for its end. Prompts get that time back: while prompts
-can be read, requests that draft sit out, for as long as the last pass with drafts took. Requests that decode plainly go on.
+A draft makes a pass longer, and a prompt that arrives during the pass waits for its end. The scheduler pays that time back to
+prompts with two clocks. ``_started`` is the time of the last step. ``_prompts_due`` is the number of seconds that prompts
+still have before drafting resumes. A step in which drafts sat out subtracts its duration; any other step sets the clock to its
+duration. While it is positive and there are prompts to read, requests that draft sit out; requests that decode plainly go on.
 
-When pages run out, the youngest running request of the last priority gives its pages back and waits. It resumes by recomputing
-its tokens. Randomness belongs to positions, so it goes on with the tokens that it would have had.
+If pages run out, the youngest running request of the lowest priority gives its pages back and waits. It resumes by recomputing
+its tokens. Noise belongs to positions, so the request goes on with the same tokens.
 """
 
 import time
@@ -31,11 +33,11 @@ class Scheduler:
         self.sequences = sequences
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        """Waiting and running requests are ordered from the first to be served to the last."""
+        """Running requests. Both queues are ordered: the first request is served first."""
         self.step = 0
-        self._started = 0.0  # when the last step did
+        self._started = 0.0  # time of the last step
         self._prompts_due = 0.0
-        """Seconds for which prompts are still read before anything drafts."""
+        """Seconds that prompts still have before drafting resumes."""
         self._drafts_sat_out = False
 
     def add(self, request: Request) -> None:
@@ -47,16 +49,16 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any request decodes: a prompt that arrives now may have to wait for its pass."""
+        """True if any request decodes. A prompt that arrives now may have to wait for that pass."""
         return any(request.is_decoding for request in self.running)
 
     def schedule(
         self, pacing: Pacing, is_launched: Callable[[Sequence[Work[Request]]], bool] = lambda _: False
     ) -> Step:
-        """The next step; it has no works only if there is nothing to do.
+        """Make the next step. It has no works only if there is nothing to do.
 
-        ``is_launched`` tells whether the device is at just these works already, before they have pages. Prompts are read after
-        them, then.
+        ``is_launched`` returns True if the device already runs exactly these works; they have no pages yet at that time.
+        Prompts are then read after them.
         """
         started = time.perf_counter()
         works: list[Work[Request]] = []
@@ -77,7 +79,7 @@ class Scheduler:
         committing = {work.request for work in commits}
         unread = [request for request in unread if request not in committing]
         reads = not is_under_way and self._read_prompts(pacing, works, unread, under_way)
-        if not works:  # the canvas in turn found no pages: the first of the others that finds some goes
+        if not works:  # the canvas in turn found no pages: schedule the first other canvas that does
             for work in away:
                 if self._schedule(work, works):
                     break
@@ -92,13 +94,13 @@ class Scheduler:
         return Step(works, pacing.policy.uses_confidence, started)
 
     def _are_prompts_due(self, now: float) -> bool:
-        """Whether prompts are read before anything drafts."""
+        """Update both clocks to ``now``. Return True if prompts go before drafts."""
         seconds, self._started = now - self._started, now
         self._prompts_due = self._prompts_due - seconds if self._drafts_sat_out else seconds
         return self._prompts_due > 0
 
     def _read_prompts(self, pacing: Pacing, works: list[Work[Request]], unread: list[Request], under_way: int) -> bool:
-        """Schedule chunks of prompts, those ``unread`` first, in the room left in the pass; returns whether there were any."""
+        """Schedule chunks of prompts, ``unread`` first, with the tokens left in the pass. Return True if any was scheduled."""
         most, before = self.capacity.max_batch_tokens, len(works)
         budget = max(most - sum(work.num_tokens for work in works), -(-most // 8))  # chains must not starve prompts
         for reader in unread:
@@ -116,20 +118,20 @@ class Scheduler:
             if work.ask.shape is not Shape.CHAIN:
                 work.ask = work.ask.cut(max(work.ask.positions, budget - 1))
             taken = self._schedule(work, works)
-            if not taken:  # it has no pages for this after all, and waits again
+            if not taken:  # too few pages after all: it waits again
                 break
             budget -= taken
         return len(works) > before
 
     @staticmethod
     def _first_reach(request: Request, block_size: int) -> int:
-        """The positions that a request needs when its text has been read: for a block, or to the end of its canvas."""
+        """Return the positions that a request needs after its prompt: for one block, or to the end of its canvas."""
         nearest = min(request.length + 1, request.max_length)
         canvas = request.procedure.reach(request.num_prompt, nearest, request.params)
         return max(canvas, min(request.length + block_size, request.max_length))
 
     def _is_held(self, request: Request) -> bool:
-        """Whether a request waits for another one that is about to read the same prompt."""
+        """Return True if a request waits for another one that is about to read the same prompt."""
         other = request.after
         if other is not None:
             is_read = other.num_output > 0 or other.is_decoding
@@ -138,9 +140,11 @@ class Scheduler:
         return other is not None
 
     def _in_turn(self, works: list[Work[Request]]) -> tuple[list[Work[Request]], list[Work[Request]]]:
-        """The ``works`` that take part, and canvases that find no room in it. Room goes by priority, then by the longest wait.
+        """Split ``works`` into those that take part and canvases that exceed the token budget. Canvases go by priority, then
+        by longest wait.
 
-        A draft that a procedure made itself is verified in any case, without the canvas behind it where that has no room.
+        A draft that a decoding method made itself is always verified. If the budget is short, it runs without the canvas
+        behind it.
         """
         self.step += 1
         most = room = self.capacity.max_batch_tokens
@@ -159,9 +163,10 @@ class Scheduler:
         return in_turn, [work for work in works if work.request in waiting]
 
     def _schedule(self, work: Work[Request], works: list[Work[Request]]) -> int:
-        """Let a work take part, if need be with the pages of requests that are served after it; returns its number of tokens.
+        """Add a work to ``works``, preempting requests that are served later if it needs their pages. Return its number of
+        tokens.
 
-        Trees and copies get their pages later, when everybody else has some.
+        Trees and prompt-lookup drafts get their pages later, when every request has some.
         """
         request = work.request
         if request not in self.running:  # it was preempted in this step
@@ -177,7 +182,7 @@ class Scheduler:
         return work.num_tokens
 
     def _share_out(self, works: list[Work[Request]]) -> None:
-        """Trees and copies get half of the tokens that chains leave of a pass, in equal parts; prompts get the rest."""
+        """Give trees and prompt-lookup drafts half of the tokens that chains leave, in equal parts; prompts get the rest."""
         larger = [work for work in works if work.ask.shape is not Shape.CHAIN]
         left = self.capacity.max_batch_tokens - sum(
             work.num_tokens if work.ask.shape is Shape.CHAIN else work.num_known + work.ask.positions for work in works
@@ -186,7 +191,7 @@ class Scheduler:
             work.ask = work.ask.cut(work.ask.positions + max(0, left) // 2 // len(larger))
 
     def _grow_others(self, works: list[Work[Request]]) -> None:
-        """Reserve pages for trees and copies, which become smaller if few are left."""
+        """Reserve pages for trees and prompt-lookup drafts, which are cut if few pages are left."""
         for work in works:
             if work.ask.shape is not Shape.CHAIN:
                 request = work.request
@@ -195,19 +200,19 @@ class Scheduler:
                 assert grown, "there was room"
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's pages. It waits before all others of its priority."""
+        """Take a running request's pages. It waits ahead of all others of its priority."""
         self.running.remove(request)
         self.sequences.release(request)
         request.stats.preemptions += 1
         insort_left(self.waiting, request, key=_priority)
 
     def begin_anew(self) -> list[Request]:
-        """Preempt all that runs, after a step that failed; returns those that cannot go on: ended, failed or torn."""
+        """Preempt all running requests after a step that failed. Return those that cannot go on: ended, failed or torn."""
         for request in self.waiting:
-            self.sequences.release(request)  # what an admission that failed has given it
+            self.sequences.release(request)  # pages that a failed admission gave it
         for request in self.running[::-1]:
             self.preempt(request)
-            request.canvas = None  # it may be half a pass ahead
+            request.canvas = None  # its pass may be half done
         return [one for one in self.waiting if one.is_torn or one.error is not None or one.finish_reason is not None]
 
     def finish(self, request: Request) -> None:
@@ -219,7 +224,7 @@ class Scheduler:
 
 
 def _read(request: Request, budget: int) -> Work[Request]:
-    """The next chunk of a prompt."""
+    """Make the work of a prompt's next chunk."""
     return request.procedure.read(request, min(budget, request.prefill_end - request.computed))
 
 

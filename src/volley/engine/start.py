@@ -1,4 +1,4 @@
-"""What is done before an engine serves: CUDA graphs are captured and passes timed."""
+"""Warm up an engine before it serves: capture CUDA graphs and time passes."""
 
 import time
 
@@ -10,22 +10,22 @@ from volley.memory.graphs import MOST_ROWS, MOST_SEGMENTS
 from volley.policies.cost import MOST_TIMED
 
 REACH = 4096
-"""Tokens of the longest text whose passes are captured ahead. Longer texts have theirs captured when they come."""
+"""Longest text, in tokens, whose passes are captured in advance. Passes of longer texts are captured when they come."""
 
 MOST_BESIDE = 8
-"""Requests in a pass that is captured ahead for prompts."""
+"""Most requests in a pass that is captured in advance for prompts."""
 
 
 @shared_cores()
 def warm_up(engine: Engine) -> tuple[int, float]:
-    """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it; returns their number and the seconds.
+    """Capture the CUDA graphs that ``engine`` will need, so that no step waits for it. Return their number and the seconds.
 
-    Graphs serve as many requests as may run at once, texts of up to :data:`REACH` tokens, and drafts as the policy makes them.
-    Then the passes that the policy weighs are timed, for which a step would have to wait as well.
+    Graphs cover as many requests as may run at once, texts of up to :data:`REACH` tokens, and the policy's draft lengths. Then
+    the passes that the policy compares are timed, so that no step waits for that either.
     """
     started, policy = time.perf_counter(), engine.policy
     requests, drafted = engine.capacity.max_running, policy.block_size
-    if policy.uses_costs:  # which are those of many requests, too
+    if policy.uses_costs:  # the policy also compares passes of many requests
         requests, drafted = MOST_SEGMENTS, max(drafted, MOST_TIMED)
     reach = min(REACH, engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
@@ -35,9 +35,9 @@ def warm_up(engine: Engine) -> tuple[int, float]:
         engine.runner.passes.warm_up(most, MOST_ROWS, reach, causal=True, least=rows + 1)  # prompts
         family = engine.target.diffusion
         if family is not None and (length := family.settings.canvas_length) is not None:
-            # A pass that commits a canvas has the next one as well.
+            # A pass that commits a canvas also holds the next canvas.
             is_told = engine.target.takes_feedback
-            least = -(-length // 2)  # of three requests, a bucket for four has less room for each
+            least = -(-length // 2)  # a bucket for four requests has fewer rows for each of three
             engine.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
     if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
         engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)

@@ -1,7 +1,8 @@
-"""What the models remember of each request: K/V of the target on pages, of the drafter beside it or in a ring.
+"""Manage what the models store of each request: the target's K/V on pages, the drafter's K/V on the same pages or in a ring.
 
-A step ends with one verdict on every request, applied once: ``keep`` moves, rolls back and publishes. What only drafts read may
-wait until ``prepare``, before the next ones. A state of another kind (a recurrent layer's) is one more class here.
+A step ends with one verdict per request. ``keep`` applies it: it moves, rolls back and publishes state. State that only drafts
+read may be deferred until ``prepare``, before the next drafts. Another type of state (such as a recurrent layer's) is another
+subclass here.
 """
 
 import time
@@ -24,69 +25,69 @@ from volley.models.drafters.draft_model import DraftModel
 from volley.procedures.request import Request
 
 LEAST_CONTEXT = 128
-"""Tokens that the drafter must have kept up with before it drafts for a request that has rested: with fewer it is often wrong."""
+"""Tokens with draft K/V that a request needs before drafting resumes after a suspension. With fewer, drafts are often wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What an engine holds between two steps."""
+    """Load of an engine between two steps."""
 
     running: int
     waiting: int
     pages_used: int
     num_pages: int
     max_tokens: int
-    """Of one request, prompt included: what the context and the pages can hold."""
+    """Most tokens of one request, prompt included: the context or the pages limit it."""
     max_running: int
     draft_seconds: float
-    """Of the last step."""
+    """Seconds of drafting in the last step."""
     verify_seconds: float
 
 
 class SequenceState(ABC):
-    """One kind of state of all requests."""
+    """One type of state of all requests."""
 
     can_fork = True
-    """Whether it can hold a tree of tokens until one path is kept."""
+    """True if it can hold a tree of tokens until one path is kept."""
     can_rest = True
-    """Whether it may miss what is decoded while a request rests."""
+    """True if it may skip tokens that are decoded while a request's drafting is suspended."""
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Room for so many tokens of a request; False, and nothing changed, where there is none."""
+        """Reserve capacity for ``num_tokens`` tokens of a request. Return False, and change nothing, if it is not there."""
         return True
 
     def match_prefix(self, request: Request, most: int) -> int:
-        """How many of the first ``most`` tokens of a request that holds nothing yet are known already."""
+        """Return how many of the first ``most`` tokens of a new request are cached."""
         return most
 
     def truncate(self, request: Request, num_tokens: int) -> None:
-        """Take fewer tokens than :meth:`match_prefix` found, because another state knows fewer."""
+        """Use fewer tokens than :meth:`match_prefix` found, because another state has fewer cached."""
 
     def prepare(self, step: Step) -> None:
-        """Complete what the step's drafts read."""
+        """Complete the state that the step's drafts read."""
 
     def settle(self) -> None:
-        """Complete whatever was put off."""
+        """Complete all deferred state."""
 
     @abstractmethod
     def keep(self, step: Step) -> None:
-        """Apply the verdicts: what was accepted stays, the rest is forgotten. ``request.computed`` is still that of before."""
+        """Apply the verdicts: keep what was accepted and drop the rest. ``request.computed`` has not moved yet."""
 
     def withdraw(self, request: Request) -> None:
-        """Let later requests find nothing of what is kept of a request, to be called before it is released."""
+        """Remove a request's state from the prefix cache. Call this before the request is released."""
 
     def release(self, request: Request) -> None:
-        """Forget a request."""
+        """Free a request's state."""
 
     def forget(self) -> None:
-        """Drop what is kept for later requests."""
+        """Drop the cached prefixes."""
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
-        """Recount everything from the requests alive; raises ``AssertionError``."""
+        """Recount everything from the live requests; raise ``AssertionError`` if a count is wrong."""
 
 
 class TargetPages(SequenceState):
-    """The target's K/V, and all prefix caching. Without a draft window the drafter's K/V share the pages."""
+    """The target's K/V and the prefix cache. Without a draft window the drafter's K/V share the pages."""
 
     def __init__(self, pool: PagePool, store: KVStore, *, prefix_caching: bool) -> None:
         self.pool, self.store, self.prefix_caching = pool, store, prefix_caching
@@ -95,7 +96,7 @@ class TargetPages(SequenceState):
         return self.pool.grow(request.table, num_tokens, request.max_length)
 
     def room(self, request: Request) -> int:
-        """Tokens the request could have, all free pages taken."""
+        """Return the tokens that the request could have if it took all free pages."""
         return request.table.capacity + self.pool.num_available * self.pool.page_size
 
     def match_prefix(self, request: Request, most: int) -> int:
@@ -109,7 +110,8 @@ class TargetPages(SequenceState):
         del request.page_hashes[len(request.table.pages) :]
 
     def keep(self, step: Step) -> None:
-        """A canvas that goes on keeps its pages for the next pass, unless more than half of all pages are in use."""
+        """Apply the verdicts. An unfinished canvas keeps its pages for the next pass, unless more than half of all pages are
+        in use."""
         self._compact(step)
         has_many = 2 * self.pool.num_available >= self.pool.num_pages
         for work in step.works:
@@ -120,7 +122,7 @@ class TargetPages(SequenceState):
                 self._publish(work)
 
     def _compact(self, step: Step) -> None:
-        """Move the K/V of accepted tree nodes to the positions their tokens now have."""
+        """Move the K/V of accepted tree nodes to the positions of their tokens."""
         sources, targets = list[IntArray](), list[IntArray]()
         for work in step.works:
             if not work.verdict.path:
@@ -139,7 +141,7 @@ class TargetPages(SequenceState):
             self.store.move(*upload_together([np.concatenate(sources), np.concatenate(targets)], device))
 
     def _publish(self, work: Work[Request]) -> None:
-        """Offer the request's full pages to later prompts."""
+        """Add the request's full pages to the prefix cache."""
         request, size = work.request, self.pool.page_size
         known = request.computed + work.num_kept
         if request.prefix_root is None or len(request.page_hashes) >= known // size:
@@ -166,11 +168,11 @@ class TargetPages(SequenceState):
 
 
 class DraftContext(SequenceState):
-    """The drafter's K/V of each request's tokens, made of the target's features: on the target's pages.
+    """The drafter's K/V of each request's tokens, computed from the target's features and stored on the target's pages.
 
-    Only drafts read them. They are made before the next draft, or once :attr:`most_waiting` tokens wait for theirs: where little
-    is drafted, the drafter's weights are read once for many passes, and no first token waits for the K/V of its prompt. Until
-    then a step adds its features whole, and what each request has of them is one open run of tokens.
+    Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. So
+    rare drafting reads the drafter's weights once for many passes, and no first token waits for the draft K/V of its prompt.
+    Until then each step appends its features whole, and the pending tokens of a request form one open run.
     """
 
     can_rest = False
@@ -180,12 +182,13 @@ class DraftContext(SequenceState):
         self.backlog = Backlog(model.keep)
         self._open: dict[Request, KeptRun] = {}
         self._decoded = 0
-        """Tokens of answers among those that the last step added."""
+        """Number of answer tokens among those that the last step added."""
 
     def prepare(self, step: Step) -> None:
-        """A draft pays for the tokens of the last step: the others would have been due anyway.
+        """Compute the pending draft K/V if the step drafts, or if too many are pending. Only the share of the last step's
+        tokens counts as drafting time, because the others were due anyway.
 
-        A step that reads a prompt leaves them to the next one, unless twice as many wait: no first token waits for them.
+        A step that reads a prompt defers them, unless twice as many are pending, so that its first token comes sooner.
         """
         waiting, most = len(self.backlog), self.most_waiting
         if any(work.kind is Kind.PREFILL for work in step.works):
@@ -219,29 +222,30 @@ class DraftContext(SequenceState):
         return run
 
     def _close(self, request: Request) -> None:
-        """Note where the K/V of a request's waiting tokens belong, while it has these slots."""
+        """Record the slots for the draft K/V of a request's pending tokens, while the request still owns them."""
         run = self._open.pop(request, None)
         if run is not None:
             table = request.draft_table
             self.backlog.close(run, table.slot_array(max(run.start, table.earliest), run.end))
 
     def _kept_features(self, step: Step, works: list[Work[Request]]) -> Tensor:
-        """The features ``[Σ kept, taps · H]`` of the tokens of ``works`` that stay, work by work."""
+        """Return the features ``[Σ kept, taps · H]`` of the kept tokens, work by work."""
         assert step.batch is not None
         assert step.features is not None
         features = step.features
-        if sum(work.num_kept for work in works) < len(features):  # else all of them stay, in their order
+        if sum(work.num_kept for work in works) < len(features):  # otherwise all rows are kept, in order
             features = _kept_rows(step, features)
         return self._with_next(works, features) if self.model.reads_next else features
 
     def _with_next(self, works: list[Work[Request]], features: Tensor) -> Tensor:
-        """``features`` with the token after each, which is known by now; what the next draft begins with is noted."""
+        """Combine each row of ``features`` with the token after it, which is known by now. The last row is stored for the next
+        draft."""
         following, end = list[int](), 0
         for work in works:
             request, count = work.request, work.num_kept
             first, tokens = request.computed + 1, request.token_ids + work.verdict.token_ids
             after = tokens[first : first + count]
-            following += after + [0] * (count - len(after))  # none comes after a prompt that is only read
+            following += after + [0] * (count - len(after))  # no token comes after a prompt that is only read
             end += count
             if count:
                 request.tapped = features[end - 1].clone()
@@ -249,20 +253,20 @@ class DraftContext(SequenceState):
 
 
 def _kept_rows(step: Step, features: Tensor) -> Tensor:
-    """Those rows of ``features [T, taps · H]`` that stay, of the works whose requests do not rest."""
+    """Return the kept rows of ``features [T, taps · H]``, for the requests whose drafting is not suspended."""
     assert step.batch is not None
     pairs = [pair for pair in zip(step.works, step.batch.offsets, strict=False) if not pair[0].request.rests]
-    if all(work.verdict.path is None for work, _ in pairs):  # of each chain the first rows
+    if all(work.verdict.path is None for work, _ in pairs):  # the first rows of each chain
         return torch.cat([features[start : start + work.num_kept] for work, start in pairs])
     rows = [np.array(work.kept_rows, dtype=np.int64) + start for work, start in pairs]
     return features[upload(np.concatenate(rows), features.device)]
 
 
 class DraftRing(DraftContext):
-    """The same for the last tokens only, on a ring of pages for every running request.
+    """The drafter's K/V of the last tokens only, on a ring of pages for every running request.
 
-    A full page is never written again. It is found by its content, and a ring that comes round to it takes another page in its
-    place. So the ring behind a prefix hit begins with the window before it, as far as its pages are still there.
+    A full page is not written again. It is found by its hash, and when a ring wraps around to it, the ring takes another page
+    instead. So after a prefix hit the ring begins with the window before it, as far as its pages are still cached.
     """
 
     def __init__(
@@ -275,17 +279,18 @@ class DraftRing(DraftContext):
         *,
         block_size: int | None = None,
     ) -> None:
-        """``block_size`` is the largest block that is drafted; by default the drafter's own."""
+        """Make rings for ``max_running`` requests. ``block_size`` is the largest block that is drafted; by default the
+        drafter's own."""
         super().__init__(model, most_waiting)
         self.window, self.page_size = window, page_size
         self.block_size = block_size or model.drafter.config.block_size
         self.num_pages = ring_pages(self.block_size, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
         self.can_rest = not model.reads_next
-        self._behind = set[Request]()  # of their last tokens nothing was kept
+        self._behind = set[Request]()  # requests whose last tokens have no draft K/V
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """A ring, and room in it for a block behind the tokens that are known."""
+        """Reserve a ring, and capacity in it for a block after the known tokens."""
         if not (request.draft_table.is_ring and request.draft_table.pages):
             request.draft_table = self._begin(request)
         if request not in self._behind:
@@ -293,7 +298,7 @@ class DraftRing(DraftContext):
         return True
 
     def _begin(self, request: Request) -> BlockTable:
-        """A ring with the pages known of the window before the request's next token."""
+        """Make a ring with the cached pages of the window before the request's next token."""
         end = request.computed // self.page_size
         earliest = max(0, request.computed - self.window) // self.page_size
         known = dict[int, int]()
@@ -314,20 +319,20 @@ class DraftRing(DraftContext):
         super().prepare(step)
 
     def _begin_anew(self, request: Request) -> None:
-        """Go on after a rest: what was not kept of the text is never seen."""
+        """Resume drafting after a suspension. The drafter never sees the tokens that were skipped."""
         self._behind.remove(request)
         request.draft_table.first = request.computed
         request.drafts_from = request.computed + LEAST_CONTEXT + 1
         self._enter(request, request.computed + self.block_size)
 
     def _enter(self, request: Request, end: int) -> None:
-        """Give the positions before ``end`` pages that may be written."""
+        """Give the positions before ``end`` writable pages."""
         table, last = request.draft_table, (end - 1) // self.page_size
         if last < table.num_entered:
             return
         run, earliest = self._open.get(request), last + 1 - self.num_pages
         if run is not None and run.start < earliest * self.page_size:
-            self._close(request)  # before its slots are another page's
+            self._close(request)  # before another page gets its slots
         for number in range(max(table.num_entered, earliest), last + 1):
             place = number % self.num_pages
             table.pages[place] = self.pool.writable(table.pages[place])
@@ -347,7 +352,7 @@ class DraftRing(DraftContext):
                     self._behind.add(work.request)
 
     def _publish(self, work: Work[Request]) -> None:
-        """Let the pages be found that are full now, though their K/V may be made later."""
+        """Publish the pages that are full now, though their K/V may be computed later."""
         request, size = work.request, self.page_size
         end = request.computed + work.num_kept
         if request.computed // size == end // size:
@@ -363,7 +368,7 @@ class DraftRing(DraftContext):
     def release(self, request: Request) -> None:
         super().release(request)
         self._behind.discard(request)
-        if request.draft_table.is_ring:  # one that was not admitted has none, and its table is the target's
+        if request.draft_table.is_ring:  # a request that was not admitted has no ring; its table is the target's
             self.pool.release(request.draft_table)
 
     def forget(self) -> None:
@@ -374,22 +379,22 @@ class DraftRing(DraftContext):
 
 
 def _digest(request: Request, number: int) -> bytes:
-    """Of a full page of tokens, and of whatever drafts for them."""
+    """Return the hash of a full page of draft K/V: its tokens and the adapter that drafts for them."""
     return request.page_hashes[number] + (b"" if request.adapter is None else request.adapter.digest)
 
 
 def num_rings(max_running: int) -> int:
-    """Rings that a pool has pages for: some more than can be in use keep windows of prompts and answers."""
+    """Return the number of rings in a pool: a few more than can be in use, which cache windows of prompts and answers."""
     return max_running + 4
 
 
 def ring_pages(block_size: int, window: int, page_size: int) -> int:
-    """Pages of a ring that holds a draft window and a block, wherever they begin."""
+    """Return the pages of a ring that holds a draft window and a block, at any alignment."""
     return -(-(window + block_size) // page_size) + 1
 
 
 class Sequences:
-    """All states of all requests, as the scheduler sees them."""
+    """All states of all requests, as one object for the scheduler."""
 
     def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
         self.pages = pages
@@ -398,13 +403,13 @@ class Sequences:
         self.can_rest = all(state.can_rest for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Room for so many tokens in every state."""
+        """Reserve capacity for ``num_tokens`` tokens in every state."""
         return all(state.reserve(request, num_tokens) for state in self.states)
 
     def admit(self, request: Request, num_tokens: int) -> bool:
-        """Take what is known of the request's tokens; False, and nothing held, where ``num_tokens`` would not fit."""
+        """Reuse the cached prefix of a request. Return False, and hold nothing, if ``num_tokens`` tokens would not fit."""
         request.computed = request.procedure.matchable(request)
-        if request.first_unscored is not None:  # a position that is not computed has no logits
+        if request.first_unscored is not None:  # cached positions have no logits
             request.computed = min(request.computed, request.first_unscored)
         for state in self.states:
             request.computed = state.match_prefix(request, request.computed)
@@ -413,19 +418,19 @@ class Sequences:
         if self.pages.room(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
             self.release(request)
             return False
-        if request.num_output == 0 and not request.stats.preemptions:  # later it finds pages of its own
+        if request.num_output == 0 and not request.stats.preemptions:  # after a preemption it finds its own pages
             request.stats.cached_tokens = request.computed
         return True
 
     def prepare(self, step: Step) -> None:
-        """Complete what the step's drafts read."""
+        """Complete the state that the step's drafts read."""
         with step.timings.count("draft"):
             for state in self.states:
                 state.prepare(step)
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Complete whatever was put off, so that all K/V may be looked at."""
+        """Complete all deferred state, so that all K/V can be read."""
         for state in self.states:
             state.settle()
 
@@ -438,18 +443,18 @@ class Sequences:
             work.request.computed += work.num_kept
 
     def withdraw(self, request: Request) -> None:
-        """Let later requests find nothing of what is kept of a request: pages, draft K/V, recurrent states."""
+        """Remove a request's pages, draft K/V and recurrent states from the prefix cache."""
         for state in self.states:
             state.withdraw(request)
 
     def release(self, request: Request) -> None:
-        """The last state first: what waits for a place on the target's pages must learn it while the request has them."""
+        """Release every state, the last one first: pending draft K/V must record their slots while the request owns its pages."""
         for state in reversed(self.states):
             state.release(request)
         request.computed = 0
 
     def forget(self) -> None:
-        """Drop what is kept for later requests."""
+        """Drop the cached prefixes."""
         for state in self.states:
             state.forget()
 

@@ -1,4 +1,4 @@
-"""One step of the engine as an object: ``Engine.step`` makes it, fills it in line by line, and drops it."""
+"""Hold one step of the engine: ``Engine.step`` makes it, fills it in line by line, and drops it."""
 
 import time
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ class Timings:
     """Wall-clock seconds of the parts of a step."""
 
     draft: float = 0.0
-    """Drafting, and the drafter's K/V of what stays."""
+    """Drafting, and making the drafter's K/V of kept tokens."""
     walk: float = 0.0
-    """The part of ``draft`` that a sequential head takes."""
+    """Part of ``draft`` that a sequential head takes."""
     verify: float = 0.0
-    """The target's pass, and what is made of its logits."""
+    """Target pass and verification."""
 
     @contextmanager
     def count(self, part: str) -> Iterator[None]:
@@ -38,50 +38,53 @@ class Timings:
 
 @dataclass(slots=True)
 class Step:
-    """T tokens of all works go through the target; R of them get logits."""
+    """One step: T tokens of all works go through the target, and R of them get logits."""
 
     works: list[Work[Request]]
     with_confidence: bool = False
-    """Whether the policy reads the drafter's confidences."""
+    """True if the policy reads the drafter's confidences."""
     started: float = field(default_factory=time.perf_counter)
     timings: Timings = field(default_factory=Timings)
     settling: float = 0.0
-    """Seconds before drafting that were spent on K/V of earlier steps' tokens."""
+    """Seconds spent, before drafting, on draft K/V of earlier steps' tokens."""
     drafting: float = 0.0
-    """Seconds that drafting took, without ``settling``."""
+    """Seconds of drafting, without ``settling``."""
     has_draft_kv: bool = False
-    """Whether the drafter's K/V of its tokens have been made within the step."""
+    """True if the draft K/V of this step's tokens were made within the step."""
     is_late: bool = False
-    """Whether drafts went to the target unread. Then the host does not know when drafting ended: the device was still at work."""
+    """True if the host has not read the drafts before verification. It then cannot tell when drafting ended, because the
+    device was still at work."""
     cycles: list[Cycle] = field(default_factory=list)
-    """What the policy sees of the works in :attr:`decoding`."""
+    """Result of each work in :attr:`decoding`, for the policy."""
     batch: RaggedBatch | None = None
     recurrent: RecurrentPass | None = None
-    """The states of recurrent layers, if the target has any."""
+    """States of recurrent layers, if the target has any."""
     logits: Tensor | None = None
-    """``[R, V]``: each work has its ``rows``."""
+    """Logits ``[R, V]``; each work owns the rows in its ``rows``."""
     features: Tensor | None = None
-    """The tapped states of the target ``[T, taps · H]``, if there is a drafter and not all requests rest."""
+    """Tapped hidden states ``[T, taps · H]`` of the target; ``None`` without a drafter, or if drafting is suspended for all
+    requests."""
 
     @property
     def awake(self) -> list[Work[Request]]:
-        """The works with whose texts the drafter keeps up."""
+        """Works whose drafting is not suspended."""
         return [work for work in self.works if not work.request.rests]
 
     @property
     def decoding(self) -> list[Work[Request]]:
-        """The works that the policy decides about. All others read prompts, or belong to a procedure that drafts by itself."""
+        """Works that the policy decides about. The others read prompts, or belong to a decoding method that drafts by itself."""
         return [work for work in self.works if work.kind is Kind.DECODE]
 
     def foresee(self) -> None:
-        """Note up to which position a draft has known the noise of each request."""
+        """Record for each request up to which position a draft has used the target's noise. ``Request.foreseen`` holds that
+        position; it has nothing to do with launches."""
         for work in self.works:
             if work.ask.positions and work.ask.rule is Rule.MATCH:
                 work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
 
 
 def propose(step: Step, drafter: Proposer | None) -> None:
-    """Fill in the proposal of every work that asks for one."""
+    """Fill in the proposal of every work that asks for a draft."""
     with step.timings.count("draft"):
         copying: list[Work[Any]] = [work for work in step.works if work.ask.shape is Shape.COPY]
         drafting: list[Work[Any]] = [work for work in step.works if work.ask.positions]
@@ -98,7 +101,7 @@ def propose(step: Step, drafter: Proposer | None) -> None:
 
 
 def accept(step: Step) -> None:
-    """Let the procedure of each request fill in the verdict of its work."""
+    """Let the decoding method of each request fill in the verdict of its work."""
     assert step.logits is not None
     with step.timings.count("verify"):
         for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
@@ -106,7 +109,7 @@ def accept(step: Step) -> None:
 
 
 def conclude(step: Step, work: Work[Request], now: float) -> bool:
-    """Make a verdict final in its request at the time ``now``: tokens and statistics. Whether there were any tokens."""
+    """Apply a verdict to its request at time ``now``: tokens and statistics. Return True if it had any tokens."""
     request, verdict, stats = work.request, work.verdict, work.request.stats
     if work.kind is Kind.PREFILL:
         stats.prefill_seconds += now - step.started
@@ -123,7 +126,7 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
             stats.total_seconds = stats.time_to_first_token = time.perf_counter() - request.arrived
         return False
     taken = request.append(verdict.token_ids, verdict.accepted)
-    request.computed = min(request.computed, request.length)  # it may have ended inside the block
+    request.computed = min(request.computed, request.length)  # the text may have ended inside the block
     request.logprobs += work.logprobs[:taken]
     request.top_logprobs += work.top_logprobs[:taken]
     if work.kind in (Kind.DECODE, Kind.VERIFY):
@@ -132,5 +135,5 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
     stats.last_tokens, stats.total_seconds = taken, time.perf_counter() - request.arrived
     if not stats.time_to_first_token:
         stats.first_tokens, stats.time_to_first_token = taken, stats.total_seconds
-    stats.output_tokens = request.num_output  # last: until then the request is torn
+    stats.output_tokens = request.num_output  # set last: until then the request counts as torn
     return True

@@ -1,8 +1,8 @@
-"""Attention of a ragged batch to its pages, for every model and phase.
+"""Compute attention of a ragged batch to its pages, for every model and phase.
 
-Implementations have one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``:
-``reference_attention`` is a loop anybody can check; ``paged_attention`` groups segments of one shape into one call of
-PyTorch's fused kernel, reads a dense store in place when a request's pages are consecutive, and plans once per batch.
+All implementations have one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``.
+``reference_attention`` is a plain loop. ``paged_attention`` groups segments of one shape into one call of PyTorch's fused
+kernel, reads a dense store in place if a request's pages are consecutive, and plans once per batch.
 """
 
 from collections.abc import Callable
@@ -22,28 +22,29 @@ Attention = Callable[[RaggedBatch, KVStore, int, Tensor, Tensor, Tensor, "Attent
 
 
 class AttentionOptions(NamedTuple):
-    """A layer's settings of attention."""
+    """Attention settings of a layer."""
 
     scale: float
     window: int | None = None
-    """A causal token sees the last ``window`` positions, itself included; a bidirectional segment sees ``window``
-    positions before it and all of itself."""
+    """Sliding window. A causal token sees the last ``window`` positions, itself included; a bidirectional segment sees
+    ``window`` positions before it and all of itself."""
     softcap: float | None = None
     sinks: Tensor | None = None
-    """One learnt logit per head ``[heads]`` that takes probability and gives nothing (gpt-oss)."""
+    """Attention sinks ``[heads]``: one learnt logit per head that takes probability and adds nothing (gpt-oss)."""
     symmetric: bool = False
-    """A token of a bidirectional segment, or of a group of several tokens, sees ``window`` positions before it and after it."""
+    """True if a token of a bidirectional segment, or of a group of several tokens, sees ``window`` positions before it and
+    after it."""
 
 
 def first_visible(segment: Segment, window: int | None, symmetric: bool = False) -> int:
-    """The first position that any token of the segment may see."""
+    """Return the first position that any token of the segment may see."""
     first = segment.table.first
     sees_itself_within = segment.causal and not (symmetric and segment.groups is not None)
     return first if window is None else max(first, segment.start - window + sees_itself_within)
 
 
 def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
-    """Which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
+    """Return which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
     keys = torch.arange(first, segment.end)
     if segment.groups is not None:
         return _visible_in_groups(segment, segment.groups, window, keys, symmetric)
@@ -93,7 +94,7 @@ def reference_attention(
     values: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attention written out segment by segment in fp32; queries ``[T, heads, d]``, keys and values ``[T, kv_heads, d]``."""
+    """Compute attention segment by segment in fp32; queries are ``[T, heads, d]``, keys and values ``[T, kv_heads, d]``."""
     for segment, start in zip(batch.segments, batch.offsets, strict=False):
         rows = slice(start, start + segment.length)
         store.write(layer, segment.table.slots(segment.start, segment.end), keys[rows], values[rows])
@@ -119,18 +120,18 @@ def reference_attention(
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
-_SHORT = 16  # segments up to this length may share a call though they differ in it
+_SHORT = 16  # segments up to this length may share a call if their lengths differ
 
 
 class GroupLimits(NamedTuple):
-    """Limits of a group; a segment beyond them is cheaper in a call of its own. Measured on a CPU."""
+    """Limits of a group, measured on a CPU. A segment beyond them is faster in a separate call."""
 
     copied_bytes: int = 2**17
     """Most bytes of one layer's K/V of one request that a group copies."""
     padded_rows: int = 32
-    """Most tokens that a group adds to make its segments equally long."""
+    """Most padding tokens that a group adds to equalise its segments."""
     padded_keys: int = 512
-    """Most keys that a group reads in vain for the same reason."""
+    """Most padding keys that a group reads for the same purpose."""
 
 
 DEFAULT_LIMITS = GroupLimits()
@@ -138,24 +139,22 @@ DEFAULT_LIMITS = GroupLimits()
 
 @dataclass(slots=True)
 class _Group:
-    """Segments of one causality and of similar lengths, which attend in one call as if all were as long as the longest."""
+    """Segments of one causality and of similar lengths, which attend in one call, padded to the longest."""
 
-    rows: slice  # their tokens among those of all groups
+    rows: slice  # rows of their tokens, in the order of the groups
     count: int
-    slots: (
-        slice | Tensor
-    )  # where their keys live: a slice or [S] for one segment, [count · S] padded with its own for several
+    slots: slice | Tensor  # slots of their keys: a slice or [S] for one segment, [count · S] with padding for several
     mask: Tensor | None  # additive [count, 1, length or 1, S]; None when every token sees every key
-    repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask once for each of so many heads that share keys
+    repeated: dict[int, Tensor] = field(default_factory=dict)  # the mask repeated for heads that share keys
 
 
 class _GroupedBatch(NamedTuple):
     groups: list[_Group]
     taken: Tensor | None
-    """Indices of the batch's tokens in the order of the groups; a segment's first token repeats as padding. ``None``: in the
-    batch's own order, without padding."""
+    """Indices of the batch's tokens in the order of the groups; a segment's first token repeats as padding. ``None``: the
+    order of the batch, without padding."""
     places: Tensor | None
-    """The row of each token of the batch in that order. ``None``: the batch's own order."""
+    """Row of each token of the batch in that order. ``None``: the order of the batch."""
 
 
 def paged_attention(
@@ -168,7 +167,7 @@ def paged_attention(
     options: AttentionOptions,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Tensor:
-    """The fast path, with the contract of :func:`reference_attention`. ``limits`` change its speed alone."""
+    """Compute :func:`reference_attention` fast. ``limits`` change only its speed."""
     store.write(layer, write_slots(batch), keys, values)
     groups, taken, places = _grouped(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes, limits)
     queries = store.rotate(layer, queries)
@@ -206,7 +205,7 @@ def _repeated_mask(group: _Group, times: int) -> Tensor | None:
 
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions) -> Tensor:
-    """For what the fused kernel cannot do: capped scores and attention sinks."""
+    """Compute attention that the fused kernel does not support: capped scores and attention sinks."""
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * options.scale
@@ -222,7 +221,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, op
 
 
 def write_slots(batch: RaggedBatch) -> slice | Tensor:
-    """The slots of the K/V of the batch's tokens."""
+    """Return the K/V slots of the batch's tokens."""
     slots = batch.plans.get("write")
     if slots is None:
         segments = batch.segments
@@ -298,7 +297,7 @@ def _split(members: list[int], sizes: list[int], limit: int) -> list[list[int]]:
 def _worth_a_call(
     segment: Segment, window: int | None, token_bytes: int, device: torch.device, copied_bytes: int
 ) -> bool:
-    """Whether reading the segment's K/V in place, in a call of its own, is cheaper than copying them into a group."""
+    """Return True if reading the segment's K/V in place, in a separate call, is faster than copying them into a group."""
     size = (segment.end - first_visible(segment, window)) * token_bytes
     return device.type == "cpu" and size >= copied_bytes and segment.table.is_consecutive
 
@@ -320,7 +319,7 @@ def _build_group(
         for row, segment, first in zip(every, segments, firsts, strict=True):
             own = segment.table.slot_array(first, segment.end)
             row[: len(own)] = own
-            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN in another request's slot
+            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN, so padding reads the segment's own slot
         slots = torch.from_numpy(every.ravel())
         visible = _visible(segments, np.array(firsts), length, longest, options)
     bias = None
@@ -332,7 +331,7 @@ def _build_group(
 
 
 def _see_alike(segment: Segment, options: AttentionOptions) -> bool:
-    """Whether all tokens of a segment see the same keys: those of a canvas do, and one row of a mask is theirs."""
+    """Return True if all tokens of a segment see the same keys, as in a canvas; then one mask row serves them all."""
     is_canvas = not segment.causal or segment.groups == (segment.length,)
     return is_canvas and (options.window is None or not options.symmetric)
 
@@ -340,9 +339,10 @@ def _see_alike(segment: Segment, options: AttentionOptions) -> bool:
 def _visible(
     segments: list[Segment], firsts: IntArray, length: int, longest: int, options: AttentionOptions
 ) -> BoolArray:
-    """:func:`visible_mask` of several segments of one causality, its first rows: ``[count, length, longest]``, padding included.
+    """Return :func:`visible_mask` of several segments of one causality, its first rows: ``[count, length, longest]`` with
+    padding.
 
-    A padding token sees what the segment's last token sees: the softmax over no key would be NaN.
+    A padding token sees what the segment's last token sees, because the softmax over no key would be NaN.
     """
     lengths = np.array([segment.length for segment in segments])
     keys, window = firsts[:, None, None] + np.arange(longest), options.window
@@ -365,7 +365,7 @@ def _visible(
 
 
 def _ends_of_groups(segment: Segment, longest: int) -> IntArray:
-    """First position of each token's group, and the one behind it: ``[2, longest]``, padded with those of the last token."""
+    """Return the first position of each token's group, and the one after it: ``[2, longest]``, padded with the last token's."""
     if segment.groups is None:
         begins = np.minimum(np.arange(longest), segment.length - 1) + segment.start
         return np.stack([begins, begins + 1])
@@ -377,7 +377,8 @@ def _ends_of_groups(segment: Segment, longest: int) -> IntArray:
 
 
 def _padded(batch: RaggedBatch, members: list[int]) -> tuple[IntArray, BoolArray]:
-    """Token indices of the segments ``members`` ``[count, longest]``, padded with each one's first token, and which are real."""
+    """Return the token indices of the segments ``members`` ``[count, longest]``, padded with each one's first token, and which
+    are real."""
     lengths = np.array([batch.segments[index].length for index in members])[:, None]
     starts = np.array([batch.offsets[index] for index in members])[:, None]
     places = np.arange(lengths.max())

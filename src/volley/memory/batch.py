@@ -1,4 +1,4 @@
-"""The ragged batch, which is the input of every forward pass: runs of tokens of many requests, laid end to end."""
+"""Define the ragged batch, the input of every forward pass: runs of tokens of many requests, laid end to end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +18,20 @@ from volley.memory.upload import upload_together
 class Segment:
     """A run of tokens of one request, at consecutive positions ``[start, start + length)`` unless it is a tree.
 
-    The segment's own keys and values are written into ``table`` before it attends. A causal token at position p sees
-    positions ``≤ p``; a bidirectional one sees the whole segment and everything before it.
+    The segment's own keys and values are written into ``table`` before it attends. A causal token at position p sees positions
+    ``≤ p``; a bidirectional token sees the whole segment and everything before it.
 
     ``parents [length - 1]`` makes a causal segment a tree: token i follows token ``parents[i - 1] < i``, and sees its
-    ancestors, itself and everything before the segment. Its K/V lie at index ``start + i`` of the table, as in a chain,
-    but its position is ``start`` plus its depth. The last ``canvas`` tokens of a tree, each of which follows the one before,
-    see each other; under a window, what the first of them sees there.
+    ancestors, itself and everything before the segment. Its K/V are at index ``start + i`` of the table, as in a chain, but
+    its position is ``start`` plus its depth. The last ``canvas`` tokens of a tree form a chain and see each other; under a
+    window, they all see what the first of them sees.
 
-    ``groups`` divides a causal segment into runs of tokens, sizes adding up to ``length``. A token sees its whole group and
-    everything before it; under a window, what the group's first token would see causally, and its group. Groups of one are
-    causal attention, equal groups the block-causal attention of block-diffusion models, and a last group behind groups of one is
-    a canvas. ``feedback [n, H]`` goes with the last n tokens, which a model with self-conditioning denoises
-    (``models/targets/diffusion_gemma.py``).
+    ``groups`` divides a causal segment into runs of tokens, with sizes adding up to ``length``. A token sees its whole group
+    and everything before it; under a window, it sees its group and what the group's first token would see causally. Groups of
+    one token are causal attention. Equal groups are the block-causal attention of block-diffusion models. A last group after
+    groups of one is a canvas.
+
+    ``feedback [n, H]`` is the self-conditioning input of the last n tokens (``models/targets/diffusion_gemma.py``).
     """
 
     table: BlockTable
@@ -47,7 +48,7 @@ class Segment:
         return self.start + self.length
 
     def positions(self) -> Tensor:
-        """Positions ``[length]`` of the segment's tokens."""
+        """Return the positions ``[length]`` of the segment's tokens."""
         if self.parents is None:
             return torch.arange(self.start, self.end)
         assert len(self.parents) == self.length - 1, "a tree has a parent for every token but the first"
@@ -57,16 +58,17 @@ class Segment:
         return torch.tensor(positions)
 
     def origins(self) -> Tensor:
-        """Positions ``[length]`` from which the window of each token of a chain or a tree is counted."""
+        """Return the positions ``[length]`` from which the window of each token of a chain or a tree is counted."""
         origins = self.positions()
         if self.canvas:
             origins[-self.canvas :] = origins[-self.canvas].clone()
         return origins
 
     def ancestors(self) -> NDArray[np.bool_]:
-        """Whether token j is an ancestor of token i, or i itself: ``[length, length]``. Ancestors in a chain are all before.
+        """Return whether token j is an ancestor of token i, or i itself: ``[length, length]``. In a chain all earlier tokens
+        are ancestors.
 
-        All of a canvas have those of its last token.
+        All tokens of a canvas have the ancestors of its last token.
         """
         if self.parents is None:
             return np.tri(self.length, dtype=np.bool_)
@@ -79,13 +81,13 @@ class Segment:
 
 
 class RaggedBatch:
-    """Segments of many requests laid end to end: the input of every forward pass, of target and drafter alike.
+    """Segments of many requests laid end to end: the input of every forward pass of target and drafter.
 
     ``token_ids`` and ``positions`` are ``[T]``; segment i owns rows ``offsets[i] : offsets[i + 1]``.
     """
 
     def __init__(self, segments: list[Segment], token_ids: Tensor, positions: Tensor | None = None) -> None:
-        """``positions`` are known from the segments; :meth:`on_device` has them already."""
+        """Make a batch. ``positions`` follow from the segments if they are not given."""
         self.segments = segments
         self.token_ids = token_ids
         self.offsets = [0]
@@ -96,9 +98,10 @@ class RaggedBatch:
             positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
         self.positions = positions
         self.told: tuple[Tensor, Tensor] | None = None
-        """In fixed memory, in place of the segments' ``feedback``: which tokens have some ``[T]``, boolean, and it ``[T, H]``."""
+        """Self-conditioning input in static buffers, instead of the segments' ``feedback``: which tokens have it ``[T]``
+        (boolean), and its values ``[T, H]``."""
         self.plans: dict[object, object] = {}
-        """What the attention backend worked out once for this batch and uses again in every layer."""
+        """Plans of the attention backend, computed once for this batch and used in every layer."""
 
     @classmethod
     def on_device(
@@ -109,10 +112,10 @@ class RaggedBatch:
         device: torch.device,
         late: Mapping[int, Tensor] | None = None,
     ) -> tuple[Self, Tensor]:
-        """A batch of ``token_ids [T]``, and indices of some of its ``rows``: all of it goes to ``device`` in one copy.
+        """Make a batch of ``token_ids [T]``, and indices of some of its ``rows``, in one copy to ``device``.
 
-        ``late`` are runs of tokens that only the device knows, by the row at which each begins. What ``token_ids`` has there is
-        ignored.
+        ``late`` are runs of tokens that are only on the device, by the row at which each begins. ``token_ids`` is ignored
+        there.
         """
         positions = torch.cat([segment.positions() for segment in segments]).numpy()
         arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
@@ -126,9 +129,9 @@ class RaggedBatch:
         return len(self.token_ids)
 
     def follow(self, before: Self | None) -> None:
-        """Take over the plans of an earlier pass whose segments lay as these do: a canvas stays where it is until it ends.
+        """Reuse the plans of an earlier pass with the same layout, as a canvas has until it ends.
 
-        The layout is noted even if there is none: tables change.
+        The layout is always recorded, because tables change later.
         """
         layout = self.layout
         if before is not None and layout == before.layout:
@@ -136,7 +139,7 @@ class RaggedBatch:
 
     @cached_property
     def layout(self) -> list[tuple[object, ...]]:
-        """Where the segments lie, and what their tokens see."""
+        """Location of the segments, and what their tokens see."""
         return [
             (
                 table.page_size,
@@ -155,12 +158,13 @@ class RaggedBatch:
 
 
 def made_up_tokens(count: int) -> list[int]:
-    """A text to time passes with: of few tokens, which every vocabulary has, and not of one, for which few experts would do."""
+    """Make a text for timing passes. Its token ids are small, as in every vocabulary, and varied, so that it uses many
+    experts."""
     return [number % 16 for number in range(count)]
 
 
 def late_order(num_tokens: int, late: Mapping[int, Tensor]) -> NDArray[np.int64]:
-    """Where each token of a batch is found ``[num_tokens]``, if the runs of ``late`` are put behind the tokens of the host."""
+    """Return the index of each token of a batch ``[num_tokens]`` in the tokens of the host followed by the runs of ``late``."""
     order, known = np.arange(num_tokens), num_tokens
     for row, run in late.items():
         order[row : row + len(run)] = range(known, known := known + len(run))

@@ -1,4 +1,4 @@
-"""Facts about the device, and the memory that a pass takes there."""
+"""Describe a device, and measure the memory that a pass uses there."""
 
 import gc
 import os
@@ -14,16 +14,17 @@ from volley.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The facts that defaults follow."""
+    """Facts about a device that defaults depend on."""
 
     kind: str
-    """As torch names it: cpu, cuda, …"""
+    """Device type in torch: cpu, cuda, …"""
     free_bytes: int | None = None
     """Memory that can be allocated now; ``None`` on a CPU, whose memory is shared."""
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device of that name; ConfigError if this machine cannot use it. ``auto`` is the GPU if there is one, else the CPU."""
+    """Return the device of that name; ConfigError if this machine cannot use it. ``auto`` is the GPU if there is one, else the
+    CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -37,7 +38,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def find_device(device: torch.device) -> Device:
-    """The present facts about ``device``."""
+    """Return the current facts about ``device``."""
     if device.type != "cuda":
         return Device(device.type)
     give_back(device)
@@ -45,14 +46,14 @@ def find_device(device: torch.device) -> Device:
 
 
 def give_back(device: torch.device) -> None:
-    """Return to a GPU what nobody refers to any more: engines and models refer to themselves."""
+    """Free unused GPU memory. Engines and models have reference cycles, so garbage is collected first."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Free memory of a GPU; on a CPU the whole memory of the machine, or of the container."""
+    """Return the free memory of a GPU; on a CPU the whole memory of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -62,27 +63,28 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has done everything it was told to; a CPU has already."""
+    """Wait until a GPU has finished all launched work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def sum_in_fp32() -> None:
-    """Make a GPU add up the parts of half-precision products in fp32, for the rest of this process.
+    """Make a GPU accumulate half-precision matrix products in fp32, for the rest of this process.
 
-    By default PyTorch allows sums in bf16 and fp16, and the number of parts of a product depends on its rows.
+    By default PyTorch allows split sums in bf16 and fp16, and the number of splits depends on the number of rows.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def leave_out_cudnn_attention() -> None:
-    """For the rest of this process. cuDNN plans attention anew for each shape, and most batches of a training have their own."""
+    """Disable cuDNN attention for the rest of this process. It plans each shape anew, and most training batches have a new
+    shape."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """Bytes of a GPU that ``run`` holds at its peak beyond what is held before."""
+    """Measure the peak GPU memory of ``run``, in bytes beyond what is allocated before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run()
@@ -90,10 +92,10 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that PyTorch holds; 0 for a CPU."""
+    """Return the GPU bytes that PyTorch holds; 0 for a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def most_together(device: torch.device) -> int:
-    """How many logits are processed together: 4 MiB stay in the caches of a CPU, 128 MiB elsewhere are few launches."""
+    """Return how many logits are processed together: 4 MiB fit the caches of a CPU; elsewhere 128 MiB need few launches."""
     return 2**20 if device.type == "cpu" else 2**25

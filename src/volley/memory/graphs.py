@@ -1,12 +1,12 @@
-"""Small passes in fixed memory, which a GPU launches as one CUDA graph.
+"""Run small passes in static buffers, so that a GPU launches each as one CUDA graph.
 
-A pass is padded to a *bucket*: a number of segments, of rows and of parts of keys. Whatever it reads besides weights and K/V is
-in one buffer on the device, which one copy from the host refills. The padding rows are a segment of their own, on a page that
-belongs to no request. So a bucket always launches the same operations on the same memory: they are captured at its first use, or
-ahead of it, and replayed afterwards. On a CPU the function itself is called instead of a replay.
+A pass is padded to a *bucket*: a number of segments, of rows and of parts of keys. All its inputs except weights and K/V are
+in one buffer on the device, which one copy from the host refills. The padding rows form a separate segment, on a page that
+belongs to no request. So a bucket always launches the same operations on the same memory. They are captured at its first use,
+or in advance, and replayed afterwards. On a CPU the function is called instead of a replay.
 
-A library chooses the kernel of a product by its number of rows, and another kernel may round a row otherwise. So a small number
-of requests has the same number of rows in every pass, however few tokens each verifies.
+A GPU library chooses a matmul kernel by its number of rows, and kernels round differently. So a small number of requests has
+the same number of rows in every pass, however few tokens each verifies.
 """
 
 import warnings
@@ -28,32 +28,33 @@ from volley.memory.tiles import PART, TiledBatch, Tiling, most_parts, origin_arr
 from volley.memory.upload import refill, upload_together
 
 MOST_ROWS = 256
-"""Most rows of a pass. With more, computing takes a GPU longer than reading the weights, and launches hardly matter."""
+"""Most rows of a pass. With more, compute takes longer than reading the weights, and launch overhead hardly matters."""
 MOST_SEGMENTS = 64
 FREE_ROWS = 128
-"""Up to so many rows a pass takes about as long as with a single row, so padding is free."""
+"""Number of rows up to which a pass takes about as long as with one row, so that padding is free."""
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # rows of a request
-_ALIKE = 2**-3  # of what a pass computes: two runs of it differ by less, whatever the order of sums, two tokens by more
+_ALIKE = 2**-3  # relative difference of outputs: two runs of one token differ by less, two tokens by more
 _SIZE = 2**20  # 32-bit numbers in the buffer; most are page ids
-_ALIGNED = 4  # a part of the buffer begins at a multiple of 16 bytes
+_ALIGNED = 4  # parts of the buffer are aligned to 16 bytes
 
 Forward = Callable[[RaggedBatch, Tensor], Sequence[Tensor]]
-"""``forward(batch, rows [R])``: tensors ``[R, ...]`` or ``[T, ...]``, always of the same number and types."""
+"""Call ``forward(batch, rows [R])`` for tensors ``[R, ...]`` or ``[T, ...]``, always of the same number and types."""
 
 
 class Bucket(NamedTuple):
     segments: int
     rows: int
     parts: int
-    """Parts of keys, where each has a program of its own."""
+    """Number of parts of keys, each with a separate program."""
     is_told: bool = False
-    """Whether segments may have feedback."""
+    """True if segments may have self-conditioning input."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], least: int = 1, *, is_told: bool = False) -> Self | None:
-        """The smallest bucket, of one part, for segments of ``lengths``; ``None`` if there are too many rows or segments.
+        """Return the smallest bucket, of one part, for segments of ``lengths``; ``None`` if there are too many rows or
+        segments.
 
-        As long as padding is free, it has room for ``least`` rows of each segment.
+        As long as padding is free, it holds ``least`` rows of each segment.
         """
         segments = 1 << (len(lengths) - 1).bit_length()
         wanted = max(sum(lengths), segments * least if segments * least <= FREE_ROWS else 0)
@@ -63,26 +64,26 @@ class Bucket(NamedTuple):
 
 @dataclass(slots=True)
 class _Input:
-    """The parts of a buffer, the same on the host and on the device."""
+    """Parts of a buffer, laid out equally on the host and on the device."""
 
     sources: Tensor
-    """``[2 · rows]``: tokens of the host, then those that only the device knows."""
+    """Token ids ``[2 · rows]``: those of the host, then those that are only on the device."""
     order: Tensor
-    """``[rows]``: where in ``sources`` each token is."""
+    """Index in ``sources`` of each token, ``[rows]``."""
     positions: Tensor
     origins: Tensor
-    """``[rows]``, as ``positions``: see :class:`TiledBatch`."""
+    """Window origins ``[rows]``, as ``positions``; see :class:`TiledBatch`."""
     slots: Tensor
-    """``[rows]``: where K/V are written."""
+    """Slots ``[rows]`` to which K/V are written."""
     chosen: Tensor
-    """``[rows]``: rows whose outputs are wanted."""
+    """Rows ``[rows]`` whose outputs are wanted."""
     told: Tensor
-    """``[rows]``: 1 for rows with feedback, else 0."""
+    """Flags ``[rows]``: 1 for rows with self-conditioning input, else 0."""
     segments: Tensor
     tiles: list[Tensor]
-    """One for each tiling. ``segments``, ``tiles`` and ``cells`` are those of a :class:`TiledBatch`."""
+    """Tiles, one array for each tiling. ``segments``, ``tiles`` and ``cells`` are those of a :class:`TiledBatch`."""
     cells: Tensor
-    """The rest of the buffer."""
+    """Rest of the buffer."""
 
     @classmethod
     def of(cls, buffer: Tensor, bucket: Bucket, tilings: Sequence[Tiling]) -> Self:
@@ -103,12 +104,12 @@ class _Input:
 
 
 def num_tiles(bucket: Bucket, tiling: Tiling) -> int:
-    """The most tiles that segments of a bucket can have, the padding segment included."""
+    """Return the most tiles that segments of a bucket can have, the padding segment included."""
     return (bucket.rows + (bucket.segments + 1) * (tiling.tokens - 1)) // tiling.tokens
 
 
 class StaticPasses:
-    """The small passes of one model over one store."""
+    """Small passes of one model over one store."""
 
     @torch.inference_mode()
     def __init__(
@@ -119,10 +120,11 @@ class StaticPasses:
         least: int = 1,
         feedback: Tensor | None = None,
     ) -> None:
-        """``scratch`` is a page of the store that no request ever has. A pass over one token shows what layers read.
+        """Prepare passes of ``forward``. ``scratch`` is a page of the store that no request has. A pass over one token shows
+        which plans the layers read.
 
-        Buckets have room for ``least`` rows of each request (:meth:`Bucket.of`). ``feedback [MOST_ROWS, H]`` is the memory for
-        that of segments.
+        Buckets hold at least ``least`` rows of each request (:meth:`Bucket.of`). ``feedback [MOST_ROWS, H]`` is the buffer for
+        self-conditioning inputs.
         """
         self._forward, self._scratch, self.device, self._least = forward, scratch, device, least
         self._feedback = feedback
@@ -130,23 +132,23 @@ class StaticPasses:
         outputs = forward(batch, rows)
         self.tilings = [plan for plan in batch.plans if isinstance(plan, Tiling)]
         self.can_be_captured = batch.plans.keys() == {"write", *self.tilings}
-        """Whether all attention is done by the kernel, which reads fixed memory."""
+        """True if the attention kernel, which reads static buffers, does all attention."""
         self._buffer = torch.zeros(_SIZE, dtype=torch.int32, device=device)
         self._outputs = [torch.zeros(MOST_ROWS, *x.shape[1:], dtype=x.dtype, device=device) for x in outputs]
         self._batch = batch
         self.num_runs = 0
-        """Passes so far: the outputs of one are valid until the next."""
+        """Number of passes so far. The outputs of a pass are valid until the next."""
         self._inputs: dict[Bucket, _Input] = {}
         self._replays: dict[Bucket, Callable[[], object]] = {}
         self.num_graphs = 0
-        """Buckets that have been captured."""
+        """Number of buckets that have been captured."""
         self.is_refused = False
-        """Whether a bucket could not be captured: such a one is launched operation by operation."""
+        """True if a bucket could not be captured. Such a bucket is launched operation by operation."""
         self._captured_bytes = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device: the fixed memory, and what graphs hold for intermediate values."""
+        """Bytes on the device: static buffers, and the memory of graphs for intermediate values."""
         fixed = [self._buffer, *self._outputs, *([] if self._feedback is None else [self._feedback])]
         return sum(own.nbytes for own in fixed) + self._captured_bytes
 
@@ -161,13 +163,14 @@ class StaticPasses:
         *,
         may_capture: bool = True,
     ) -> tuple[RaggedBatch, list[Tensor]] | None:
-        """The batch and the outputs of a pass; ``None`` if it is too large, or not captured yet and ``may_capture`` is False.
+        """Run a pass. Return its batch and outputs; ``None`` if it is too large, or not captured yet and ``may_capture`` is
+        False.
 
-        It takes the arguments of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first. They are
-        valid until the next pass. If only the device knows where the segments begin, these are chains of one length, and each
-        begins ``moved [n]`` tokens further on than it says: at most its length, and within its table's pages.
+        The arguments are those of :meth:`RaggedBatch.on_device`. Outputs have all rows of the bucket, real ones first, and are
+        valid until the next pass. If only the device knows where the segments begin, they must be chains of one length. Each
+        then begins ``moved [n]`` tokens later than it says: at most its length, and within its table's pages.
         """
-        if moved is not None and self.device.type == "cpu":  # where attention reads the segments
+        if moved is not None and self.device.type == "cpu":  # attention reads the segments there
             segments = [replace(own, start=own.start + by) for own, by in zip(segments, moved.tolist(), strict=True)]
             moved = None
         is_told = any(segment.feedback is not None for segment in segments)
@@ -200,20 +203,21 @@ class StaticPasses:
 
     @torch.inference_mode()
     def repeats(self) -> bool:
-        """Whether a replay computes of another token what its operations do, launched one by one.
+        """Return True if a replay gives the output that its operations give when launched one by one, for another token.
 
-        It does not where a library launches some of them on a stream that is not captured.
+        It does not if a library launches some operations on a stream that is not captured.
         """
         segments, bucket = [Segment(self._scratch, 0, 1)], Bucket.of([1], self._least)
         assert bucket is not None
-        for token in (1, 0):  # rows that fill the pass up have 0 as well: whichever is written last, K/V are the same
+        for token in (1, 0):  # padding rows have token 0 as well, so K/V do not depend on which row is written last
             self(segments, [token], [0])
         found = [output[0].clone() for output in self._outputs]
         self._run(self._inputs[bucket], is_told=False)
         return all(_are_alike(own, output[0]) for own, output in zip(found, self._outputs, strict=True))
 
     def _move(self, static: _Input, segments: Sequence[Segment], moved: Tensor) -> None:
-        """Let the segments of the buffer begin further on. Windows are exact in the kernel, so lower bounds of keys may stay."""
+        """Shift the segments in the buffer by ``moved``. Lower bounds of keys may stay, because the kernel applies windows
+        exactly."""
         count, length = len(segments), segments[0].length
         reachable = np.stack([own.table.slot_array(own.start, own.start + 2 * length) for own in segments])
         slots, inside = upload_together([reachable, np.arange(length)], self.device)
@@ -237,10 +241,10 @@ class StaticPasses:
     def made_up(
         self, lengths: Sequence[int], context: int, *, causal: bool, is_told: bool = False
     ) -> Callable[[], Tensor] | None:
-        """A pass over made-up text that returns its first output; ``None`` if it is too large.
+        """Return a pass over made-up text that returns its first output; ``None`` if it is too large.
 
-        Segments of ``lengths`` come after ``context`` tokens each, and have feedback if ``is_told``. All of them are on the
-        scratch page.
+        Segments of ``lengths`` come after ``context`` tokens each, and have self-conditioning input if ``is_told``. All of
+        them are on the scratch page.
         """
         if Bucket.of(lengths, self._least) is None:
             return None
@@ -262,7 +266,7 @@ class StaticPasses:
     ) -> None:
         """Run, and so capture, the buckets of up to ``requests`` with ``least`` to ``rows`` rows each.
 
-        They come after up to ``reach`` tokens, and are those with feedback if ``is_told``.
+        Their context has up to ``reach`` tokens. ``is_told`` selects the buckets with self-conditioning input.
         """
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
@@ -279,7 +283,7 @@ class StaticPasses:
                     run()
 
     def _scratch_table(self, num_tokens: int) -> BlockTable:
-        """A table for ``num_tokens``, all of whose pages are the scratch page."""
+        """Return a table for ``num_tokens``, all of whose pages are the scratch page."""
         size = self._scratch.page_size
         return BlockTable(size, self._scratch.pages * -(-num_tokens // size))
 
@@ -297,7 +301,7 @@ class StaticPasses:
         late: Mapping[int, Tensor],
         margin: int,
     ) -> tuple[Tensor, int]:
-        """The contents of the buffer for the batch, and the number of parts that hold its keys and ``margin`` more."""
+        """Fill a host buffer for the batch. Return it, and the number of parts that hold its keys and ``margin`` more."""
         segments, parts = self._batch.segments, 1
         described, cells = segment_arrays(self._batch) if self.tilings else (None, np.zeros(0, dtype=np.int32))
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
@@ -352,9 +356,9 @@ def static_passes(
     least: int = 1,
     feedback: Tensor | None = None,
 ) -> StaticPasses | None:
-    """Small passes over ``store``, whose last page belongs to no request; ``None`` if a GPU cannot capture them.
+    """Make the small passes over ``store``, whose last page belongs to no request; ``None`` if a GPU cannot capture them.
 
-    They have room for ``least`` rows of each request, and for ``feedback`` if it is given.
+    They hold at least ``least`` rows of each request, and self-conditioning inputs if ``feedback`` is given.
     """
     scratch = BlockTable(page_size, [store.num_slots // page_size - 1])
     passes = StaticPasses(forward, scratch, device, least, feedback)
@@ -363,16 +367,19 @@ def static_passes(
     if not passes.can_be_captured:
         return None
     is_alike = passes.repeats()
-    if passes.is_refused:  # which was said
+    if passes.is_refused:  # a warning said so
         return None
     if not is_alike:
-        warnings.warn("a CUDA graph is not what its operations are, so these are launched one by one", stacklevel=2)
+        warnings.warn(
+            "a CUDA graph computes other values than its operations; these are launched one by one", stacklevel=2
+        )
         return None
     return passes
 
 
 def _are_alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether two outputs are the same up to rounding, but for what all numbers have in common, which says nothing in logits.
+    """Return True if two outputs are equal up to rounding. Their means are ignored, because a constant offset of logits
+    changes nothing.
 
     Logits of tokens that are not drafted are −∞ in both.
     """
@@ -383,11 +390,11 @@ def _are_alike(found: Tensor, expected: Tensor) -> bool:
 
 
 def _is_told(segment: Segment) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Which tokens of a segment have feedback."""
+    """Return flags of the tokens of a segment that have self-conditioning input."""
     count = 0 if segment.feedback is None else len(segment.feedback)
     return np.repeat(np.array((0, 1), dtype=np.int32), (segment.length - count, count))
 
 
 def _put(part: Tensor, values: Any) -> None:
-    """Write ``values`` to the beginning of a part in the host's memory; zeros follow."""
+    """Write ``values`` to the beginning of a part on the host; the rest stays 0."""
     part.numpy()[: len(values)] = values

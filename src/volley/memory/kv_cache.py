@@ -1,11 +1,11 @@
-"""The page pool and the block tables of those who hold its pages.
+"""Allocate K/V pages, and record them in the block tables of their holders.
 
-A page is an id for ``page_size`` consecutive token positions of one request; the same id addresses the target's and the
+A page is an id for ``page_size`` consecutive token positions of one request. The same id addresses the target's and the
 drafter's K/V of those positions, so one block table, one prefix hash and one rollback serve both models.
 
-Page states, all exclusive: *used* (``refs > 0``), *cached* (``refs == 0``, content known by hash, reusable until evicted)
-and *free*. A request's pages are consecutive whenever possible, because attention then reads K/V without a copy: each
-table softly reserves the run it is expected to grow into, and others take from that run only when nothing else is left.
+A page has one of three states: *used* (``refs > 0``), *cached* (``refs == 0``, content known by hash, reusable until evicted)
+or *free*. A request's pages are consecutive if possible, because attention then reads K/V without a copy. So each table softly
+reserves the run it is expected to grow into, and others take from that run only if nothing else is left.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from volley.errors import CapacityError, ConfigError
 
 
 class BlockTable:
-    """Which pages hold the K/V of one request's positions: position p lives in slot ``pages[p // size] · size + p % size``.
+    """Pages of one request's K/V: position p is in slot ``pages[p // size] · size + p % size``.
 
-    A *ring* table keeps a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions, and
-    none before ``first``. The pages of a text up to ``num_entered`` have had their place in it.
+    A *ring* table has a fixed number of pages and wraps around: it holds only the last ``len(pages) · size`` positions, and
+    none before ``first``. ``num_entered`` counts the pages of the text that have been assigned a place in the ring so far.
     """
 
     __slots__ = ("_runs", "first", "is_ring", "num_entered", "page_size", "pages", "reserved", "state")
@@ -35,18 +35,18 @@ class BlockTable:
         self.first = self.num_entered = 0
         self.pages: list[int] = []
         self.reserved: range = range(0)
-        self.state: int | None = None  # the slot of the request's recurrent states, if the model has any
-        self._runs = 0  # number of physical runs the pages form
+        self.state: int | None = None  # slot of the request's recurrent states, if the model has any
+        self._runs = 0  # number of consecutive runs that the pages form
         self.extend(pages)
 
     @property
     def capacity(self) -> int:
-        """Positions the table can hold."""
+        """Number of positions that the table can hold."""
         return len(self.pages) * self.page_size
 
     @property
     def earliest(self) -> int:
-        """The position before which a ring has given all places to others."""
+        """First position that a ring may still hold; earlier ones were overwritten."""
         return max(0, self.num_entered - len(self.pages)) * self.page_size if self.is_ring else 0
 
     def extend(self, pages: Iterable[int]) -> None:
@@ -56,7 +56,7 @@ class BlockTable:
             self.pages.append(page)
 
     def truncate(self, num_pages: int) -> list[int]:
-        """Drop the pages after the first ``num_pages``; returns them, last first."""
+        """Drop the pages after the first ``num_pages``; return them, last first."""
         dropped: list[int] = []
         while len(self.pages) > num_pages:
             page = self.pages.pop()
@@ -67,11 +67,11 @@ class BlockTable:
 
     @property
     def is_consecutive(self) -> bool:
-        """Whether the positions lie one after another in memory."""
+        """True if the positions are consecutive in memory."""
         return self._runs == 1 and not self.is_ring
 
     def slots(self, start: int, end: int) -> slice | Tensor:
-        """Where positions ``[start, end)`` live: a slice when they are physically consecutive, else indices ``[n]``."""
+        """Return the slots of positions ``[start, end)``: a slice if they are consecutive, else indices ``[n]``."""
         size = self.page_size
         if self.is_consecutive:
             offset = self.pages[0] * size
@@ -80,7 +80,7 @@ class BlockTable:
         return torch.from_numpy(self.slot_array(start, end))
 
     def slot_array(self, start: int, end: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """:meth:`slots` as indices ``[n]`` in any case."""
+        """Return :meth:`slots` as indices ``[n]``."""
         if self.is_consecutive:
             assert end <= self.capacity, "positions must lie in allocated pages"
             offset = self.pages[0] * self.page_size
@@ -95,7 +95,7 @@ class BlockTable:
 
 
 class PagePool:
-    """Allocates pages, shares them by content, and takes them back."""
+    """Allocates pages, shares them by content hash, and takes them back."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
@@ -103,7 +103,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._refs = np.zeros(num_pages, dtype=np.int32)
-        self._reserved = np.zeros(num_pages, dtype=np.int32)  # number of tables that have softly reserved the page
+        self._reserved = np.zeros(num_pages, dtype=np.int32)  # number of tables that softly reserve each page
         self._hash_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -111,7 +111,7 @@ class PagePool:
     # -- sizes ---------------------------------------------------------------------------------------------------------
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated now: free ones and cached ones."""
+        """Number of pages that can be allocated now: free and cached ones."""
         return self.num_pages - int(np.count_nonzero(self._refs))
 
     @property
@@ -122,7 +122,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def check_fits(self, num_tokens: int) -> None:
-        """Refuse a request that could never finish, however long it waits."""
+        """Refuse a request that can never finish, however long it waits."""
         if self.pages_for(num_tokens) > self.num_pages:
             raise CapacityError(
                 f"a request of {num_tokens} tokens needs {self.pages_for(num_tokens)} pages and the whole pool has "
@@ -131,9 +131,9 @@ class PagePool:
 
     # -- allocation ----------------------------------------------------------------------------------------------------
     def grow(self, table: BlockTable, num_tokens: int, expected_tokens: int | None = None) -> bool:
-        """Extend ``table`` to hold ``num_tokens`` positions. False, and nothing changed, when the pool cannot.
+        """Extend ``table`` to hold ``num_tokens`` positions. Return False, and change nothing, if the pool has too few pages.
 
-        ``expected_tokens`` is how long the request may become; the first call reserves that run.
+        ``expected_tokens`` is the expected length of the request; the first call reserves that run.
         """
         need = self.pages_for(num_tokens) - len(table.pages)
         if need <= 0:
@@ -156,7 +156,8 @@ class PagePool:
         return pages
 
     def _following(self, table: BlockTable, need: int) -> list[int]:
-        """Available pages that continue the table's last run, except those that others reserved or that are worth keeping."""
+        """Return available pages that continue the table's last run, except those that others reserved or that are better kept
+        cached."""
         if not table.pages:
             return []
         spare = self.num_available - len(self._cached)
@@ -171,7 +172,7 @@ class PagePool:
         return pages
 
     def _choose(self, need: int, expected: int) -> list[int]:
-        """Pages for a new run: the tightest unreserved run of ``expected`` free pages, else whatever costs least."""
+        """Choose pages for a new run: the tightest unreserved run of ``expected`` free pages, else the cheapest pages."""
         free = (self._refs == 0) & (self._reserved == 0)
         uncached = free.copy()
         uncached[list(self._cached)] = False
@@ -182,7 +183,7 @@ class PagePool:
         return self._any(need)
 
     def _any(self, need: int) -> list[int]:
-        """Pages that cost least, wherever they are: unreserved ones, and cached ones last."""
+        """Choose the cheapest pages anywhere: unreserved ones first, cached ones last."""
         is_free = self._refs == 0
         is_free[list(self._cached)] = False
         free = np.flatnonzero(is_free)
@@ -190,12 +191,12 @@ class PagePool:
         return order + list(islice(self._cached, need - len(order)))
 
     def take(self, count: int) -> list[int]:
-        """Pages for a ring, least recently released ones if all others are in use; there must be as many."""
+        """Allocate pages for a ring. Least recently released ones are evicted if no page is free; ``count`` must be available."""
         assert count <= self.num_available, "a ring asks for what the pool was made for"
         return self._take(self._any(count))
 
     def writable(self, page: int) -> int:
-        """``page`` where one holder alone knows it, else another in its place."""
+        """Return ``page`` if only one table holds it and it is not published, else a new page in its place."""
         if self._refs[page] == 1 and page not in self._hash_of:
             return page
         self._drop(page)
@@ -218,14 +219,14 @@ class PagePool:
 
     # -- release -------------------------------------------------------------------------------------------------------
     def rollback(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the whole pages after position ``num_tokens``; what lies behind it in a kept page is overwritten."""
+        """Give back the whole pages after position ``num_tokens``; later slots of the last page are overwritten by new tokens."""
         for page in table.truncate(self.pages_for(num_tokens)):
             self._drop(page)
 
     def release(self, table: BlockTable) -> None:
-        """Give back everything. Pages known by hash stay readable until they are needed."""
+        """Give back all pages. Published pages stay cached until they are needed."""
         self._unreserve(table)
-        for page in table.truncate(0):  # last first: a prefix is evicted after what follows it
+        for page in table.truncate(0):  # last first, so that a prefix is evicted after its continuation
             self._drop(page)
 
     def _drop(self, page: int) -> None:
@@ -236,12 +237,12 @@ class PagePool:
 
     # -- prefix cache --------------------------------------------------------------------------------------------------
     def page_hash(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
-        """Digest of a full page's tokens and everything before it."""
+        """Hash a full page's tokens and everything before it."""
         assert len(token_ids) == self.page_size
         return hashlib.blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), key=parent, digest_size=16).digest()
 
     def match_prefix(self, table: BlockTable, token_ids: Sequence[int], root: bytes = b"") -> list[bytes]:
-        """Take the cached pages that hold a prefix of ``token_ids`` into an empty ``table``; returns their hashes.
+        """Take the cached pages that hold a prefix of ``token_ids`` into an empty ``table``; return their hashes.
 
         ``root`` is the parent of the first page's hash.
         """
@@ -258,7 +259,7 @@ class PagePool:
         return hashes
 
     def find(self, digest: bytes) -> int | None:
-        """Take the page of that content, if there is one."""
+        """Take the page with that hash, if there is one."""
         page = self._page_of.get(digest)
         if page is not None:
             self._refs[page] += 1
@@ -266,13 +267,13 @@ class PagePool:
         return page
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Make a full, final page findable. The first page of a content wins; a later twin stays private."""
+        """Add a full, final page to the prefix cache. The first page with a hash wins; a later duplicate stays private."""
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
     def withdraw(self, digests: Iterable[bytes]) -> None:
-        """Let nobody find these contents any more; pages in use stay in use."""
+        """Remove these hashes from the prefix cache; pages in use stay in use."""
         for digest in digests:
             page = self._page_of.get(digest)
             if page is not None:
@@ -286,7 +287,7 @@ class PagePool:
 
     # -- integrity -----------------------------------------------------------------------------------------------------
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Recount everything from the live ``tables``; raises ``AssertionError`` naming the first page that is wrong."""
+        """Recount everything from the live ``tables``; raise ``AssertionError`` with the first page whose count is wrong."""
         refs = np.zeros(self.num_pages, dtype=np.int32)
         reserved = np.zeros(self.num_pages, dtype=np.int32)
         for table in tables:
@@ -302,7 +303,7 @@ class PagePool:
 
 
 def _tightest_run(free: "np.ndarray[tuple[int], np.dtype[np.bool_]]", length: int) -> int | None:
-    """Start of the shortest run of true values that is at least ``length`` long."""
+    """Return the start of the shortest run of true values that is at least ``length`` long."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], free.astype(np.int8), [0]))))
     starts, sizes = edges[::2], edges[1::2] - edges[::2]
     fitting = np.flatnonzero(sizes >= length)

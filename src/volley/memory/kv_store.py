@@ -1,7 +1,7 @@
-"""Stores of K and V: every slot of a pool, for every layer of one model, in the model's dtype or quantised.
+"""Store K and V for every layer of one model and every slot of a pool, in the model's dtype or quantised.
 
-Attention reads only what was written before, a token's own K/V included. So even with a quantised store it makes no difference
-whether a token was computed alone, in a block or in a chunk of a prompt.
+Attention reads only stored K/V, even a token's own. So with a quantised store, too, a token's result does not depend on
+whether it was computed alone, in a block or in a prompt chunk.
 """
 
 import mmap
@@ -23,7 +23,7 @@ _CODECS: dict[str, type[Codec]] = {"int8": Int8Codec, "int4": RotatedInt4Codec}
 
 
 class LatentShape(tuple[int, int]):
-    """``(kv_heads, head_dim)`` of a layer whose values are its keys."""
+    """Shape ``(kv_heads, head_dim)`` of a layer whose values are its keys."""
 
     __slots__ = ()
 
@@ -31,13 +31,13 @@ class LatentShape(tuple[int, int]):
 class KVStore(ABC):
     """K and V of one model: per layer ``[slots, kv_heads, head_dim]``, sizes may differ by layer.
 
-    A store may keep vectors in a basis of its own. :meth:`read` returns them in that basis, :meth:`rotate` takes queries
-    into it and :meth:`unrotate` takes outputs back; :meth:`extract` has done so already.
+    A store may keep vectors in a rotated basis. :meth:`read` returns them in that basis, :meth:`rotate` takes queries into it
+    and :meth:`unrotate` takes outputs back. :meth:`extract` returns vectors in the model's basis.
     """
 
     def __init__(self) -> None:
         self.on_move: list[Callable[[Tensor, Tensor], None]] = []
-        """Called with the arguments of :meth:`move`: other processes keep other heads of the same K/V."""
+        """Called with the arguments of :meth:`move`, because other processes hold other heads of the same K/V."""
 
     @abstractmethod
     def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
@@ -49,14 +49,14 @@ class KVStore(ABC):
 
     @abstractmethod
     def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
-        """K and V ``[n, kv_heads, head_dim]`` in the store's basis; may be views, so read before the next write."""
+        """Return K and V ``[n, kv_heads, head_dim]`` in the store's basis. They may be views: read them before the next write."""
 
     @abstractmethod
     def _tensors(self) -> list[tuple[Tensor, int]]:
-        """Everything that is stored; each tensor comes with its dimension of slots."""
+        """Return all stored tensors, each with its slot dimension."""
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy every layer's K and V, as they are stored, from slots ``source [n]`` to ``target [n]``; these may overlap."""
+        """Copy every layer's stored K and V from slots ``source [n]`` to ``target [n]``; these may overlap."""
         for listener in self.on_move:
             listener(source, target)
         for cache, slots in self._tensors():
@@ -72,15 +72,15 @@ class KVStore(ABC):
         return sum(tensor.nbytes for tensor, _ in self._tensors())
 
     def rotate(self, layer: int, x: Tensor) -> Tensor:
-        """Vectors ``[..., head_dim]`` in the basis of :meth:`read`."""
+        """Return vectors ``[..., head_dim]`` in the basis of :meth:`read`."""
         return x
 
     def unrotate(self, layer: int, x: Tensor) -> Tensor:
-        """Vectors ``[..., head_dim]`` back from the basis of :meth:`read`."""
+        """Return vectors ``[..., head_dim]`` in the model's basis, from the basis of :meth:`read`."""
         return x
 
     def extract(self, layer: int, table: BlockTable, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Contiguous K and V ``[end − start, kv_heads, head_dim]`` of positions ``[start, end)``, in the model's basis."""
+        """Return contiguous K and V ``[end − start, kv_heads, head_dim]`` of positions ``[start, end)``, in the model's basis."""
         slots = table.slots(start, end)
         slots = slots.to(self._tensors()[0][0].device) if isinstance(slots, Tensor) else slots
         keys, values = (self.unrotate(layer, x) for x in self.read(layer, slots))
@@ -88,7 +88,7 @@ class KVStore(ABC):
 
 
 class DenseKVStore(KVStore):
-    """K and V as the model computed them."""
+    """K and V in the model's dtype."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
@@ -98,7 +98,7 @@ class DenseKVStore(KVStore):
         self.keys, self.all_keys = _allocate(sizes, dtype, device)
         self.values, self.all_values = self.keys, self.all_keys
         self.are_one = all(isinstance(shape, LatentShape) for shape in shapes)
-        """Whether values are the keys, and stored once."""
+        """True if the values are the keys, and stored once."""
         if not self.are_one:
             self.values, self.all_values = _allocate(sizes, dtype, device)
 
@@ -120,7 +120,7 @@ class DenseKVStore(KVStore):
 
 
 class QuantisedKVStore(KVStore):
-    """Codes of K and V side by side ``[slots, 2, kv_heads, width]``, with their scales ``[slots, 2, kv_heads, 1]``."""
+    """Quantised K and V side by side ``[slots, 2, kv_heads, width]``, with their scales ``[slots, 2, kv_heads, 1]``."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class QuantisedKVStore(KVStore):
 def make_store(
     kv_dtype: KVDtype, shapes: Sequence[tuple[int, int]], num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> KVStore:
-    """A store of ``num_slots`` slots for layers of ``shapes`` (kv_heads, head_dim), read in ``dtype``."""
+    """Make a store of ``num_slots`` slots for layers of ``shapes`` (kv_heads, head_dim), read in ``dtype``."""
     if kv_dtype == "auto":
         return DenseKVStore(shapes, num_slots, dtype, device)
     if kv_dtype not in _CODECS:
@@ -172,14 +172,14 @@ def make_store(
 
 
 def bytes_per_token(kv_dtype: KVDtype, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> int:
-    """Bytes of one slot of the store that :func:`make_store` makes."""
+    """Return the bytes of one slot of the store that :func:`make_store` makes."""
     return make_store(kv_dtype, shapes, 1, dtype, torch.device("cpu")).nbytes
 
 
 def _allocate(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
-    """A tensor for every layer. If all have one size, they are views of one tensor, the second result."""
+    """Allocate a tensor for every layer. If all have one size, they are views of one tensor, the second result."""
     if len(set(sizes)) > 1:
         return [_zeros(size, dtype, device) for size in sizes], None
     stacked = _zeros((len(sizes), *sizes[0]), dtype, device)
@@ -187,14 +187,14 @@ def _allocate(
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU they take memory only where they are written: torch would write all, and numpy asks for huge pages."""
+    """Return zeros. On a CPU they use memory only once written; torch would write them all, and numpy asks for huge pages."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, prod(size) * dtype.itemsize, **_PRIVATE), dtype=dtype).view(size)
 
 
 def _whole(layers: list[Tensor], stacked: Tensor | None) -> list[tuple[Tensor, int]]:
-    """The stored tensors, each with its dimension of slots: one for all layers if they are stacked, else one per layer."""
+    """Return the stored tensors, each with its slot dimension: one for all layers if they are stacked, else one per layer."""
     return [(layer, 0) for layer in layers] if stacked is None else [(stacked, 1)]
 
 
@@ -204,5 +204,5 @@ def _stacked(every: Tensor | None) -> Tensor:
 
 
 def _rows(cache: Tensor, slots: slice | Tensor) -> Tensor:
-    """Rows ``slots`` of a tensor: a view of a slice, else ``index_select``, seven times as fast as indexing on a CPU."""
+    """Return rows ``slots`` of a tensor: a view for a slice, else ``index_select``, on a CPU seven times as fast as indexing."""
     return cache[slots] if isinstance(slots, slice) else cache.index_select(0, slots)

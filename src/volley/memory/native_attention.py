@@ -1,4 +1,4 @@
-"""Attention of bf16 models on a CPU by a kernel in C; what the kernel cannot do goes to :func:`paged_attention`."""
+"""Compute attention of bf16 models on a CPU with a C kernel. Unsupported attention goes to :func:`paged_attention`."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def native_attention(
     values: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Same contract as :func:`reference_attention`. A token's result is the same to the bit in any batch."""
+    """Compute :func:`reference_attention`. A token's result is batch-invariant, bit for bit."""
     if not (serves(store, options) and _is_regular(queries, keys, values)):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     assert isinstance(store, DenseKVStore)
@@ -30,7 +30,7 @@ def native_attention(
 
 
 def serves(store: KVStore, options: AttentionOptions) -> bool:
-    """Whether the kernel computes such attention over such a store."""
+    """Return True if the kernel supports such attention over such a store."""
     if options.symmetric and options.window is not None:
         return False
     if not (native.available and isinstance(store, DenseKVStore)):
@@ -48,7 +48,7 @@ def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def attention_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
-    """The plan of a batch for layers with this window; it is made once."""
+    """Return the plan of a batch for layers with this window, made once."""
     key = ("native", window)
     plan = batch.plans.get(key)
     if plan is None:
@@ -73,7 +73,7 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
         else:
             context = segment.start - first
             origins = segment.origins().tolist()
-            for token, ancestors in enumerate(segment.ancestors()):  # each token sees a list of its own
+            for token, ancestors in enumerate(segment.ancestors()):  # each token sees a separate list of slots
                 own = np.concatenate((seen[:context], seen[context:][ancestors]))
                 ends[row + token] = first + len(own)
                 begins[row + token] = first if window is None else max(first, origins[token] + 1 - window)
@@ -85,7 +85,7 @@ def _make_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
 
 
 def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | int, IntArray | int]:
-    """The positions ``[begin, end)`` that each token of a segment sees; the segment is no tree."""
+    """Return the positions ``[begin, end)`` that each token of a segment sees; the segment must not be a tree."""
     if not segment.causal:
         return first, segment.end
     sizes = np.ones(segment.length, dtype=np.int64) if segment.groups is None else np.array(segment.groups)

@@ -1,8 +1,7 @@
-"""Codecs of quantised K/V: vectors to small codes with one scale each, and back.
+"""Quantise K/V: encode vectors as small codes with one scale each, and decode them.
 
-Every vector is encoded by itself, so its code does not depend on the batch or the chunk it was computed in. A codec may
-keep vectors in a rotated basis: attention then rotates its few queries in and its few outputs out instead of every key
-and value that it reads.
+Every vector is encoded alone, so its code does not depend on the batch or the chunk it was computed in. A codec may keep
+vectors in a rotated basis. Attention then rotates its few queries and outputs instead of every key and value that it reads.
 """
 
 import functools
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from volley.errors import ConfigError
 
-SCALE_DTYPE = torch.bfloat16  # its range is the model's own; a scale's rounding adds 1e-6 to the MSE of a unit variance
+SCALE_DTYPE = torch.bfloat16  # has the range of bf16; the rounding of a scale adds 1e-6 to the MSE of a unit variance
 _GAUSSIAN_LEVELS = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)  # Lloyd-Max, 16 levels; Max (1960)
 _CELLS, _CELLS_PER_UNIT = 1024, 128  # ±4 standard deviations
 _TINY = torch.finfo(SCALE_DTYPE).tiny
@@ -26,22 +25,22 @@ class Codec(ABC):
     code_dtype: torch.dtype
     width: int
     rotation: Tensor | None = None
-    """Orthogonal ``[head_dim, head_dim]`` fp32: ``decode(*encode(x)) ≈ x @ rotation``; ``None`` is the identity."""
+    """Orthogonal ``[head_dim, head_dim]`` in fp32, with ``decode(*encode(x)) ≈ x @ rotation``; ``None`` is the identity."""
 
     @abstractmethod
     def __init__(self, head_dim: int, dtype: torch.dtype, device: torch.device) -> None: ...
 
     @abstractmethod
     def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes ``[..., width]`` and scales ``[..., 1]``."""
+        """Return codes ``[..., width]`` and scales ``[..., 1]``."""
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Vectors ``[..., head_dim]`` in the codec's basis; ``codes`` are contiguous."""
+        """Return vectors ``[..., head_dim]`` in the codec's basis; ``codes`` must be contiguous."""
 
 
 class Int8Codec(Codec):
-    """Symmetric: the largest coordinate becomes ±127."""
+    """Symmetric int8: the largest coordinate becomes ±127."""
 
     code_dtype = torch.int8
 
@@ -59,11 +58,11 @@ class Int8Codec(Codec):
 
 
 class RotatedInt4Codec(Codec):
-    """Random rotation, scale, nearest of 16 levels, two coordinates a byte.
+    """Int4: random rotation, scale, nearest of 16 levels, two coordinates a byte.
 
-    A rotated vector's coordinates are nearly Gaussian whatever the vector, so one set of levels (Lloyd-Max for the
-    Gaussian, MSE 0.0095 at unit variance) suits all. The scale begins as the norm and is then fitted to the levels that
-    were chosen, which goes below that figure.
+    The coordinates of a rotated vector are nearly Gaussian, whatever the vector. So one set of levels fits all: Lloyd-Max for
+    the Gaussian, with an MSE of 0.0095 at unit variance. The scale begins as the norm and is then fitted to the chosen levels,
+    which lowers the MSE further.
     """
 
     code_dtype = torch.uint8
@@ -81,11 +80,11 @@ class RotatedInt4Codec(Codec):
         self.levels = torch.cat((-half.flip(0), half)).to(device)
         cells = (torch.arange(_CELLS, device=device) + 0.5 - _CELLS / 2) / _CELLS_PER_UNIT
         self.nearest = torch.bucketize(cells, (self.levels[1:] + self.levels[:-1]) / 2).to(torch.uint8)
-        """The level nearest to each cell of a fine grid: ten times as fast as a search among the levels."""
+        """Level nearest to each cell of a fine grid; the lookup is ten times as fast as a search among the levels."""
         byte = torch.arange(256, device=device)
         pairs = torch.stack((self.levels[byte % 16], self.levels[byte // 16]), dim=1).to(dtype)
         self.pairs = pairs.view(torch.int64 if dtype == torch.float32 else torch.int32).flatten()
-        """Both coordinates of every byte, seen as one number: gathering single numbers is several times faster."""
+        """Both coordinates of every byte as one number, because gathering single numbers is several times faster."""
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
         rotated = vectors.float() @ self.rotation
@@ -101,7 +100,7 @@ class RotatedInt4Codec(Codec):
         return pairs.view(self.dtype).view(*codes.shape[:-1], -1) * scales.to(self.dtype)
 
     def decode_by_definition(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """What :meth:`decode` computes, nibble by nibble in fp32."""
+        """Compute :meth:`decode` nibble by nibble in fp32."""
         nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
         vectors: Tensor = self.levels[nibbles.long()] * scales.float()
         return vectors
@@ -109,9 +108,8 @@ class RotatedInt4Codec(Codec):
 
 @functools.cache
 def random_rotation(size: int) -> Tensor:
-    """Orthogonal ``[size, size]``, always the same: a Hadamard matrix with random signs, or uniform over rotations (Haar)
-    where ``size`` is no power of two.
-    """
+    """Return a fixed orthogonal ``[size, size]``: a Hadamard matrix with random signs, or a Haar-random rotation if ``size``
+    is no power of two."""
     generator = torch.Generator().manual_seed(size)
     if size & (size - 1):
         q, r = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))

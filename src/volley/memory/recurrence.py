@@ -1,14 +1,14 @@
-"""The linear recurrence of recurrent layers, for runs of tokens that may be trees.
+"""Compute the linear recurrence of recurrent layers, for runs of tokens that may be trees.
 
-One form serves gated delta nets (Yang et al. 2024), their variant with a decay for every channel (Kimi Delta Attention) and
-Mamba-2, whose B, C and dt·x are keys, queries and values. A state ``S [keys, values]`` of each head follows
+One form covers gated delta nets (Yang et al. 2024), their variant with a decay per channel (Kimi Delta Attention) and Mamba-2,
+whose B, C and dt·x are keys, queries and values. A state ``S [keys, values]`` of each head follows
 
     S ← e^g S;   S ← S + k ⊗ u  with  u = beta (v − Sᵀ k), or u = v without beta;   o = Sᵀ q
 
 A run of T tokens is computed at once. A token's G is the sum of g over its ancestors and itself, and ``D_ij = e^(G_i − G_j)``
-where j is an ancestor of i or i itself, else 0. Then ``u = (I + strict part of diag(beta)(k kᵀ ∘ D))⁻¹ diag(beta)(v − e^G k S)``
-and ``o = e^G q S + (q kᵀ ∘ D) u``. In a chain the ancestors are all tokens before. A token's u depends on its ancestors only, so
-the state after any token is known from u, k and G: no token is computed again when a draft is cut.
+if j is an ancestor of i or i itself, else 0. Then ``u = (I + strict part of diag(beta)(k kᵀ ∘ D))⁻¹ diag(beta)(v − e^G k S)``
+and ``o = e^G q S + (q kᵀ ∘ D) u``. In a chain the ancestors are all earlier tokens. A token's u depends only on its ancestors,
+so the state after any token follows from u, k and G. No token is computed again when a draft is cut.
 """
 
 from collections.abc import Callable
@@ -18,45 +18,45 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-_ROWS = 16  # queries whose decays are held at once where every channel has its own
+_ROWS = 16  # queries whose decays are held at once if every channel has its own decay
 _LEAST = 1e-22
-"""Smaller factors are taken as 0: products with denormal numbers are up to ten times slower on a CPU."""
+"""Threshold below which factors become 0, because products with denormal numbers are up to ten times slower on a CPU."""
 
 
 class Run(NamedTuple):
-    """Inputs of the rule for N runs of T tokens, in fp32 with heads first; padding tokens are all zeros."""
+    """Inputs of the recurrence for N runs of T tokens, in fp32 with heads first; padding tokens are all zeros."""
 
     queries: Tensor
-    """``[N, heads, T, keys]``"""
+    """Queries ``[N, heads, T, keys]``."""
     keys: Tensor
-    """``[N, heads, T, keys]``"""
+    """Keys ``[N, heads, T, keys]``."""
     values: Tensor
-    """``[N, heads, T, values]``"""
+    """Values ``[N, heads, T, values]``."""
     decays: Tensor
-    """g, a logarithm ≤ 0: ``[N, heads, T, keys]``, or ``[N, heads, T, 1]`` where all channels of a head share it."""
+    """Log-decays g ≤ 0: ``[N, heads, T, keys]``, or ``[N, heads, T, 1]`` if all channels of a head share them."""
     betas: Tensor | None
-    """``[N, heads, T, 1]``; ``None``: nothing is subtracted (Mamba-2)."""
+    """Betas ``[N, heads, T, 1]``; ``None``: nothing is subtracted (Mamba-2)."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Run":
-        """The same change of every part."""
+        """Apply one change to every part."""
         betas = None if self.betas is None else change(self.betas)
         return Run(change(self.queries), change(self.keys), change(self.values), change(self.decays), betas)
 
 
 class Trace(NamedTuple):
-    """What is needed, beside the states before N runs, to compute the states after any of their tokens."""
+    """Intermediate values of N runs from which, with the states before them, the states after any token follow."""
 
     keys: Tensor
     updates: Tensor
-    """u ``[N, heads, T, values]``"""
+    """Updates u ``[N, heads, T, values]``."""
     totals: Tensor
-    """G, as wide as the decays."""
+    """Cumulative log-decays G, as wide as the decays."""
 
 
 def scan(run: Run, states: Tensor, ancestors: Tensor) -> tuple[Tensor, Trace]:
-    """Outputs ``[N, heads, T, values]`` after ``states [N, heads, keys, values]``, and the trace.
+    """Return outputs ``[N, heads, T, values]`` after ``states [N, heads, keys, values]``, and the trace.
 
-    ``ancestors [N or 1, T, T]`` (boolean): whether token j is an ancestor of token i, or i itself.
+    ``ancestors [N or 1, T, T]`` (boolean) says if token j is an ancestor of token i, or i itself.
     """
     length = run.keys.shape[2]
     totals = run.decays if length == 1 else ancestors[:, None].to(run.decays.dtype) @ run.decays
@@ -65,14 +65,14 @@ def scan(run: Run, states: Tensor, ancestors: Tensor) -> tuple[Tensor, Trace]:
     if run.betas is not None:
         updates = run.betas * (updates - (run.keys * decay) @ states)
         if length > 1:
-            system = run.betas * _products(run.keys, run.keys, totals, ancestors)  # its diagonal is taken to be 1
+            system = run.betas * _products(run.keys, run.keys, totals, ancestors)  # its diagonal is taken as 1
             updates = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
     mixed = _products(run.queries, run.keys, totals, ancestors) @ updates
     return (run.queries * decay) @ states + mixed, Trace(run.keys, updates, totals)
 
 
 def _products(left: Tensor, keys: Tensor, totals: Tensor, ancestors: Tensor) -> Tensor:
-    """``left kᵀ ∘ D``: ``[N, heads, T, T]``."""
+    """Return ``left kᵀ ∘ D``: ``[N, heads, T, T]``."""
     if keys.shape[2] == 1:
         return (left * keys).sum(dim=-1, keepdim=True)
     outside = ~ancestors[:, None]
@@ -93,12 +93,12 @@ def _factors(logarithms: Tensor) -> Tensor:
 
 
 class Advance(NamedTuple):
-    """Computes the states after N runs from those before: ``factors · S + keysᵀ updates``."""
+    """Function from the states before N runs to those after them: ``factors · S + keysᵀ updates``."""
 
     factors: Tensor
-    """``[N, heads, keys or 1, 1]``"""
+    """Decay factors ``[N, heads, keys or 1, 1]``."""
     keys: Tensor
-    """``[N, heads, T, keys]``, zero for tokens that the last one does not descend from."""
+    """Keys ``[N, heads, T, keys]``, zero for tokens that are no ancestors of the last one."""
     updates: Tensor
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Advance(NamedTuple):
 
 
 def advance(trace: Trace, ancestors: Tensor, rows: Tensor) -> Advance:
-    """The step from the states before each run to those after its token ``rows [N]``."""
+    """Return the function from the states before each run to those after its token ``rows [N]``."""
     index = torch.arange(len(rows), device=rows.device)
     last = trace.totals[index, :, rows][:, :, None]
     inside = ancestors.expand(len(rows), -1, -1)[index, rows][:, None, :, None]

@@ -1,11 +1,11 @@
-"""A pass of recurrent layers over a ragged batch: the outputs of the layers, and the states after any token.
+"""Run recurrent layers over a ragged batch: compute their outputs, and the states after any token.
 
-A segment that may be cut is *open*: the pass keeps what its states can be computed from. Once the verdict says which tokens
-stay, :meth:`RecurrentPass.write` computes the states after them. A segment with *marks* stays as a whole and may be long. It is
-computed in pieces, and states are kept at its marks only. Nothing of these is written while the pass runs.
+A segment that may be cut is *open*: the pass keeps intermediate values. Once the verdict says which tokens stay,
+:meth:`RecurrentPass.write` computes the states after them. A segment with *marks* stays as a whole and may be long. It is
+computed in pieces, and states are kept only at its marks. Both write states only after the pass.
 
-The first token of a segment always stays, so one of a single token cannot be cut. On a CPU such a segment is *settled*: each
-layer moves its states on at once, while they are in the cache. After a pass that failed, its requests must begin anew.
+The first token of a segment always stays, so a segment of one token cannot be cut. On a CPU such a segment is *settled*: each
+layer advances its states at once, while they are in the cache. If the pass fails, its requests must restart.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _PIECE = 64  # tokens of a marked segment that are computed at once
 
 
 class Wanted(NamedTuple):
-    """A request to write the states after token ``row`` of a segment into a slot."""
+    """Order to write the states after token ``row`` of a segment into a slot."""
 
     segment: int
     row: int
@@ -37,20 +37,20 @@ class Wanted(NamedTuple):
 
 
 class _OpenGroup(NamedTuple):
-    """Open segments of similar lengths, computed together as if all were as long as the longest."""
+    """Open segments of similar lengths, computed together and padded to the longest."""
 
     members: list[int]
     rows: Tensor | None
-    """Their tokens in the batch ``[N, T]``, the batch's length for padding; ``None``: the whole batch in its order."""
+    """Rows of their tokens in the batch ``[N, T]``, the batch's length for padding; ``None``: the whole batch in its order."""
     real: Tensor
-    """Which of ``N · T`` are no padding; ``tokens`` are those of the batch."""
+    """Indices in ``N · T`` that are no padding; ``tokens`` are their rows in the batch."""
     tokens: Tensor
     ancestors: Tensor
     slots: list[int | None]
 
 
 class _Move(NamedTuple):
-    """The states of a group's run after its token ``row`` go into a slot."""
+    """Order to move the states after token ``row`` of a group's run into a slot."""
 
     run: int
     row: int
@@ -58,14 +58,14 @@ class _Move(NamedTuple):
 
 
 class _Settled(NamedTuple):
-    """Segments of one token, whose states each layer moves on."""
+    """Segments of one token, whose states each layer advances in place."""
 
     slots: dict[int, int]
-    """By segment."""
+    """Slot of each segment."""
     order: NDArray[np.int64]
-    """The slots in the order of the segments."""
+    """Slots in the order of the segments."""
     rows: Tensor | None
-    """Their tokens in the batch; ``None``: the whole batch in its order."""
+    """Rows of their tokens in the batch; ``None``: the whole batch in its order."""
 
 
 class RecurrentPass:
@@ -76,10 +76,11 @@ class RecurrentPass:
         store: RecurrentStore | None = None,
         marks: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        """``marks`` are rows of each segment in ascending order, its last one included; ``()``: an open segment.
+        """Prepare a pass over ``batch``. ``marks`` are rows of each segment in ascending order, its last one included; ``()``:
+        an open segment.
 
-        The states before a segment are in slot ``segment.table.state`` of ``store``; zero where that is ``None`` or the segment
-        begins its sequence. Without a store nothing can be written, and long segments are computed in pieces too.
+        The states before a segment are in slot ``segment.table.state`` of ``store``; they are zero if that is ``None`` or the
+        segment begins its sequence. Without a store no state can be written, and long segments are computed in pieces too.
         """
         if not all(segment.causal for segment in batch.segments):
             raise UnsupportedModelError(
@@ -100,7 +101,8 @@ class RecurrentPass:
 
     # -- called by the layers, in their order --------------------------------------------------------------------------
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The next causal convolution, without its activation: ``inputs [T, C]``, ``weight [C, K]``; ``[T, C]`` in fp32."""
+        """Compute the next causal convolution, without its activation: ``inputs [T, C]``, ``weight [C, K]``; ``[T, C]`` in
+        fp32."""
         width, place = weight.shape[1], len(self._inputs)
         slots = [self._slot(segment) for segment in self.batch.segments]
         if self.store is None:
@@ -114,7 +116,8 @@ class RecurrentPass:
         return outputs if bias is None else outputs + bias.float()
 
     def scan(self, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor | None) -> Tensor:
-        """The next linear recurrence: all ``[T, heads, …]`` in fp32, as :class:`Run` names them; ``[T, heads, values]``."""
+        """Compute the next linear recurrence: inputs ``[T, heads, …]`` in fp32, named as in :class:`Run`; returns ``[T, heads,
+        values]``."""
         inputs = Run(queries, keys, values, decays, betas)
         outputs = torch.empty_like(values)
         traces = []
@@ -139,7 +142,7 @@ class RecurrentPass:
         return outputs
 
     def _scan_settled(self, inputs: Run, outputs: Tensor) -> Tensor:
-        """Compute the settled segments, whose states move on; the outputs with theirs among them."""
+        """Compute the settled segments and advance their states. Return ``outputs`` with theirs filled in."""
         assert self.store is not None
         _, slots, rows = self._settled
         run = inputs.map(lambda x: (x if rows is None else x[rows])[:, :, None])
@@ -210,7 +213,7 @@ class RecurrentPass:
             states.index_copy_(0, slots, step(read_slots(states, before)))
 
     def _move_in_c(self, group: _OpenGroup, traces: list[Trace], moves: list[_Move]) -> None:
-        """All layers in one call; a slot that others read is written last."""
+        """Move the states of all layers in one call. A slot that other moves read is written last."""
         assert self.store is not None
         moves = sorted(moves, key=lambda move: move.slot == group.slots[move.run])
         before = [group.slots[move.run] for move in moves]
@@ -228,13 +231,13 @@ class RecurrentPass:
         return None if segment.start == 0 or self.store is None else segment.table.state
 
     def _states(self, slots: list[int | None], run: Run) -> Tensor:
-        """The states before so many runs of the rule that is computed now."""
+        """Return the states before the runs of the current recurrence."""
         if self.store is not None:
             return read_slots(self.store.states[self._num_rules], slots)
         return run.keys.new_zeros(len(slots), run.keys.shape[1], run.keys.shape[-1], run.values.shape[-1])
 
     def _rows_of(self, x: Tensor, index: int) -> Tensor:
-        """One segment's rows of ``x [T, heads, …]``: ``[1, heads, length, …]``."""
+        """Return one segment's rows of ``x [T, heads, …]`` as ``[1, heads, length, …]``."""
         return x[self.batch.offsets[index] : self.batch.offsets[index + 1]].transpose(0, 1)[None]
 
     def _find_settled(self) -> _Settled:
@@ -273,7 +276,8 @@ class RecurrentPass:
         return _OpenGroup(members, None if is_batch else places, inside, tokens, upload(ancestors, device), slots)
 
     def _taps_of(self, width: int) -> Tensor:
-        """What a convolution reads for each token, itself first: rows ``[T, width]`` of all histories followed by the batch."""
+        """Return the rows that a convolution reads for each token, itself first: ``[T, width]``, in all histories followed by
+        the batch."""
         if width not in self._taps:
             segments = self.batch.segments
             base = len(segments) * (width - 1)
@@ -294,7 +298,7 @@ class RecurrentPass:
 
 
 def _group_rows(x: Tensor, group: _OpenGroup) -> Tensor:
-    """A group's rows of ``x [T, heads, …]``: ``[N, heads, longest, …]``, zeros for padding."""
+    """Return a group's rows of ``x [T, heads, …]`` as ``[N, heads, longest, …]``, with zeros for padding."""
     if group.rows is None:
         return x.view(len(group.members), -1, *x.shape[1:]).transpose(1, 2)
     return torch.cat((x, torch.zeros_like(x[:1])))[group.rows].transpose(1, 2)

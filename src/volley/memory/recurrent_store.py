@@ -1,4 +1,4 @@
-"""The store of recurrent states: a slot holds those of all layers after one token of one request."""
+"""Store recurrent states: a slot holds those of all layers after one token of one request."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,7 @@ class RecurrentLayout:
     """Shapes of one sequence's states, in the order in which a model's layers compute them."""
 
     convolutions: tuple[tuple[int, int], ...] = ()
-    """Tokens remembered and channels: the inputs of a causal convolution of width K before the next token, ``(K − 1, C)``."""
+    """Shape ``(K − 1, C)`` of each causal convolution: the inputs of C channels for the K − 1 tokens before the next one."""
     rules: tuple[tuple[int, int, int], ...] = ()
     """Heads, keys and values of each linear recurrence."""
 
@@ -22,12 +22,13 @@ class RecurrentLayout:
         return bool(self.convolutions or self.rules)
 
     def bytes_per_state(self, dtype: torch.dtype) -> int:
-        """Bytes of a slot: convolutions in the model's ``dtype``, rules in fp32."""
+        """Return the bytes of a slot: convolutions in the model's ``dtype``, recurrences in fp32."""
         return sum(map(prod, self.convolutions)) * dtype.itemsize + 4 * sum(map(prod, self.rules))
 
 
 class RecurrentStore:
-    """``num_slots`` slots: for each convolution ``[slots, K − 1, C]``, for each rule ``[slots, heads, keys, values]`` in fp32."""
+    """State tensors of ``num_slots`` slots: ``[slots, K − 1, C]`` per convolution, ``[slots, heads, keys, values]`` in fp32
+    per recurrence."""
 
     def __init__(self, layout: RecurrentLayout, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout, self.num_slots = layout, num_slots
@@ -46,7 +47,7 @@ class RecurrentStore:
 
 
 def read_slots(stored: Tensor, slots: list[int | None]) -> Tensor:
-    """Entries ``slots`` of a tensor of the store; zeros for ``None``, a sequence that begins."""
+    """Return entries ``slots`` of a stored tensor; zeros for ``None``, a sequence that begins."""
     if len(slots) == 1:
         return torch.zeros_like(stored[:1]) if slots[0] is None else stored[slots[0] : slots[0] + 1]
     found = stored.index_select(0, upload_indices([slot or 0 for slot in slots], stored.device))

@@ -1,4 +1,4 @@
-"""What a decoder layer does to each row between its products, in few operations: in PyTorch here, in Triton on a GPU."""
+"""Apply a decoder layer's row operations between its linear layers, fused: in PyTorch here, in Triton on a GPU."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,7 +11,7 @@ from volley.memory import kernels
 
 class AddNorm(Protocol):
     def __call__(self, states: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """``states + update`` and its RMS norm, both ``[T, H]``; without an update the states are returned as they are."""
+        """Return ``states + update`` and its RMS norm, both ``[T, H]``; without an update the states are returned unchanged."""
 
 
 class NormAndTurn(Protocol):
@@ -20,13 +20,14 @@ class NormAndTurn(Protocol):
     ) -> None:
         """Norm queries and keys by weights ``[d]``, if there are any, and apply the rotary embedding; in place.
 
-        ``rows [T, heads + 2 · shared, d]`` are ``heads`` queries, then keys and as many values. ``cos`` and ``sin``: ``[T, d]``.
+        ``rows [T, heads + 2 · shared, d]`` are ``heads`` queries, then ``shared`` keys and as many values. ``cos`` and
+        ``sin``: ``[T, d]``.
         """
 
 
 class GatedSilu(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
-        """``silu(gate) · up`` ``[T, I]`` of ``rows [T, 2 · I]``, gates first."""
+        """Return ``silu(gate) · up`` ``[T, I]`` for ``rows [T, 2 · I]``, gates first."""
 
 
 class RowOperations(NamedTuple):
@@ -61,7 +62,7 @@ REFERENCE = RowOperations(add_norm, norm_and_turn, gated_silu)
 
 
 def row_operations(device: torch.device) -> RowOperations:
-    """The fastest row operations on ``device``."""
+    """Return the fastest row operations on ``device``."""
     if not kernels.usable(device):
         return REFERENCE
     from volley.memory.kernels import rows

@@ -1,4 +1,4 @@
-"""What the Triton kernel of attention reads of a batch: segments, their pages, and tiles of tokens with the keys they see."""
+"""Describe a batch for the Triton attention kernel: segments, their pages, and tiles of tokens with the keys they see."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,13 +13,13 @@ from volley.memory.upload import upload, upload_together
 
 BIDIRECTIONAL, CAUSAL, TREE = 0, 1, 2
 PART = 256
-"""Keys in a part."""
+"""Number of keys in a part."""
 
 Ints = NDArray[np.signedinteger[Any]]
 
 
 class Tiling(NamedTuple):
-    """How layers of one kind divide a batch into tiles; also the key of their :class:`TiledBatch` among the batch's plans."""
+    """Division of a batch into tiles for layers of one type, and key of the :class:`TiledBatch` in the batch's plans."""
 
     window: int | None
     symmetric: bool
@@ -30,23 +30,24 @@ class Tiling(NamedTuple):
 
 @dataclass(slots=True)
 class TiledBatch:
-    """What the kernel reads of a batch, the same for all layers with one tiling."""
+    """Kernel inputs for a batch, shared by all layers with one tiling."""
 
     tiles: Tensor
-    """``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
+    """Tiles ``[n, 4]`` int32: segment, its first token, and the keys ``[low, high)`` that any of the tile's tokens sees."""
     segments: Tensor
-    """``[n, 7]`` int32: first row, start, length, kind, first page, number of pages, first cell of its mask."""
+    """Segments ``[n, 7]`` int32: first row, start, length, type of attention, first page, number of pages, first cell of its
+    mask."""
     cells: Tensor
-    """Page ids of all segments, and what tokens see of each other ``[length, length]``, of all trees and groups; int32."""
+    """Page ids of all segments, and masks ``[length, length]`` inside all trees and groups; int32."""
     positions: Tensor
     origins: Tensor
-    """``[T]``: from where the window of each token is counted, which is its own position or the first of its group."""
+    """Positions ``[T]`` from which each token's window is counted: its own, or the first of its group."""
     num_parts: int
-    """Parts that hold the keys of the tile with most of them, at least."""
+    """Number of parts for the keys of the largest tile, or more."""
 
 
 def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
-    """``batch`` in tiles; it is made once."""
+    """Return ``batch`` in tiles, made once."""
     tiled = batch.plans.get(tiling)
     if tiled is None:
         tiles = tile_array(batch.segments, tiling)
@@ -62,7 +63,7 @@ def tiled_batch(batch: RaggedBatch, tiling: Tiling) -> TiledBatch:
 
 
 def segment_arrays(batch: RaggedBatch) -> tuple[Ints, Ints]:
-    """``segments`` and ``cells`` of a :class:`TiledBatch`."""
+    """Return ``segments`` and ``cells`` of a :class:`TiledBatch`."""
     rows, cells, size = list[tuple[int, ...]](), list[Ints](), 0
     for segment, offset in zip(batch.segments, batch.offsets, strict=False):
         mask, table = _seen_inside(segment), segment.table.pages
@@ -75,7 +76,7 @@ def segment_arrays(batch: RaggedBatch) -> tuple[Ints, Ints]:
 
 
 def tile_array(segments: list[Segment], tiling: Tiling) -> Ints:
-    """``tiles`` of a :class:`TiledBatch`."""
+    """Return ``tiles`` of a :class:`TiledBatch`."""
     tiles = [
         (number, first, *_seen(segment, first, tiling))
         for number, segment in enumerate(segments)
@@ -85,7 +86,7 @@ def tile_array(segments: list[Segment], tiling: Tiling) -> Ints:
 
 
 def origin_array(segments: list[Segment], *, symmetric: bool) -> Ints:
-    """``origins`` of a :class:`TiledBatch`, int64."""
+    """Return ``origins`` of a :class:`TiledBatch`, int64."""
     return np.concatenate([_origins(segment, symmetric) for segment in segments])
 
 
@@ -94,24 +95,24 @@ def _origins(segment: Segment, symmetric: bool) -> Ints:
         return segment.origins().numpy()
     sizes = np.array(segment.groups)
     starts, of_each = np.repeat(sizes.cumsum() - sizes, sizes), np.repeat(sizes, sizes)
-    if symmetric:  # the window of a canvas's token begins one position earlier than a causal one
+    if symmetric:  # the window of a canvas token begins one position earlier than a causal one
         starts = np.where(of_each > 1, np.arange(segment.length) - 1, starts)
     return segment.start + starts
 
 
 def most_parts(tiles: Ints) -> int:
-    """Parts that hold the keys of the tile with most of them."""
+    """Return the number of parts for the keys of the largest tile."""
     return int((-(-tiles[:, 3] // PART) - tiles[:, 2] // PART).max())
 
 
 def _seen_inside(segment: Segment) -> NDArray[np.bool_] | None:
-    """What the tokens of a tree or of groups see of each other ``[length, length]``; ``None`` for a chain."""
+    """Return the mask ``[length, length]`` inside a tree or groups; ``None`` for a chain."""
     is_chain = segment.parents is None and segment.groups is None
     return None if is_chain else visible_mask(segment, None, segment.start).numpy()
 
 
 def _seen(segment: Segment, first: int, tiling: Tiling) -> tuple[int, int]:
-    """Bounds ``[low, high)`` of the keys that the tokens of a tile see, whose first token is ``first``."""
+    """Return the bounds ``[low, high)`` of the keys that a tile's tokens see; ``first`` is the tile's first token."""
     low, high = first_visible(segment, tiling.window, tiling.symmetric), segment.end
     start, end = segment.start + first, min(segment.start + first + tiling.tokens, high)
     if segment.causal and segment.parents is None and segment.groups is None:

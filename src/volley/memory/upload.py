@@ -1,4 +1,4 @@
-"""Copies of the host's arrays to a device, and back. On a GPU the host does not wait for them, but to read what came back."""
+"""Copy arrays between host and device. On a GPU copies are asynchronous; the host waits only to read values that come back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,22 +8,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: Triton compiles a kernel anew for memory that begins elsewhere
+_ALIGNED = 16  # bytes; Triton recompiles a kernel for memory with another alignment
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """``array`` as a tensor on ``device``: on a CPU the same memory, on a GPU one asynchronous copy from pinned memory."""
+    """Return ``array`` as a tensor on ``device``: shared memory on a CPU, one asynchronous copy from pinned memory on a GPU."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def upload_indices(values: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """``values`` as int64 on ``device``; a tensor must be there already."""
+    """Return ``values`` as int64 on ``device``; a tensor must be there already."""
     return values if isinstance(values, Tensor) else upload(np.array(values, dtype=np.int64), device)
 
 
 def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: torch.device) -> list[Tensor]:
-    """Several arrays of one type in one copy; the results are views of one tensor, in the arrays' shapes."""
+    """Copy several arrays of one type together; the results are views of one tensor, in the arrays' shapes."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     items = _ALIGNED // arrays[0].itemsize
@@ -36,13 +36,13 @@ def upload_together(arrays: Sequence[NDArray[np.signedinteger[Any]]], device: to
 
 
 def refill(memory: Tensor, values: Tensor) -> None:
-    """Copy ``values`` of the host to the beginning of ``memory``. The host does not wait, and may change them at once."""
+    """Copy ``values`` from the host to the beginning of ``memory``. The copy is asynchronous; ``values`` may change at once."""
     host = values if memory.device.type == "cpu" else values.pin_memory()
     memory[: len(values)].copy_(host, non_blocking=True)
 
 
 class Download:
-    """A copy of a tensor to the host. On a GPU it is under way, into pinned memory, until it is read."""
+    """Copy of a tensor to the host; on a GPU it is asynchronous, into pinned memory."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._done = values, None
@@ -52,7 +52,7 @@ class Download:
             self._done = torch.cuda.current_stream(values.device).record_event()
 
     def tolist(self) -> list[Any]:
-        """The values. The host waits until they are there, and not for what was launched after them."""
+        """Return the values. The host waits for them, but not for later launches."""
         if self._done is not None:
             self._done.synchronize()
         values: list[Any] = self._values.tolist()

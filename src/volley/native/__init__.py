@@ -33,9 +33,7 @@ from volley.native.library import pointer as pointer
 
 TargetWeights = Literal["auto", Weights]
 """``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
-DraftWeights = Literal[Weights, "fp8"]
-"""``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
-WantedDraftWeights = Literal["auto", DraftWeights]
+WantedDraftWeights = Literal["auto", Weights]
 """``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
 _ACTIVATIONS = ("silu", "gelu", "clamped")  # as the kernels number them
 
@@ -113,29 +111,6 @@ def norm_and_turn(
     )
 
 
-def add_norm(before: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``before + weight · x / rms(x)``, of contiguous ``[T, H]`` in fp32."""
-    out = torch.empty_like(before)
-    functions().add_norm_floats(before.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
-    return out
-
-
-def norm_and_turn_floats(
-    x: Tensor, norms: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
-) -> Tensor:
-    """The same in fp32, and values normed without a weight: ``[T, heads + 2 · shared, d]``.
-
-    ``x`` is contiguous, ``[T, heads + shared, d]`` where values are what the keys were before.
-    """
-    rows, given, dim = x.shape
-    out = x.new_empty(rows, heads + 2 * shared, dim)
-    functions().norm_and_turn_floats(
-        *(own.data_ptr() for own in (x, *norms, cos.contiguous(), sin.contiguous(), out)),
-        *(rows, heads, shared, given > heads + shared, dim, eps),
-    )
-    return out
-
-
 def gated_gelu(x: Tensor) -> Tensor:
     """``gelu(gate) · up [T, I]`` of both side by side, contiguous ``x [T, 2 · I]`` in fp32; GELU by its tanh."""
     out = x.new_empty(len(x), x.shape[1] // 2)
@@ -163,7 +138,7 @@ def fits(weight: Tensor, kind: Weights, inputs: int = GROUP) -> bool:
     return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else inputs) == 0
 
 
-class _Part(NamedTuple):
+class _ProductPart(NamedTuple):
     """Outputs of a product whose weights are of one format."""
 
     format: Format
@@ -191,12 +166,12 @@ class Product:
         found = []
         for codes, size in stored:
             shape = torch.empty(size, inputs, device="meta")  # all that is read of a weight that has codes
-            found.append(_Part(codes.format, lay_out(shape, codes.format, codes), size))
+            found.append(_ProductPart(codes.format, lay_out(shape, codes.format, codes), size))
         if not stored:
-            found.append(_Part(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
+            found.append(_ProductPart(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
         self._take(found, inputs, None if bias is None else bias.bfloat16().contiguous())
 
-    def _take(self, parts: Sequence[_Part], inputs: int, bias: Tensor | None) -> None:
+    def _take(self, parts: Sequence[_ProductPart], inputs: int, bias: Tensor | None) -> None:
         self._parts, self._bias = tuple(parts), bias
         self.shape = self.outputs, self.inputs = sum(part.outputs for part in parts), inputs
         self.structs: list[ProductStruct] = []
@@ -264,7 +239,7 @@ class Product:
             own = slice(max(begin - first, 0), min(end - first, part.outputs))
             if own.start < own.stop:
                 blocks = part.blocks.blocks(slice(own.start // BLOCK, -(-own.stop // BLOCK)))
-                found.append(_Part(part.format, blocks, own.stop - own.start))
+                found.append(_ProductPart(part.format, blocks, own.stop - own.start))
             first += part.outputs
         product = Product.__new__(Product)
         product._take(found, self.inputs, None if self._bias is None else self._bias[begin:end])
@@ -274,7 +249,7 @@ class Product:
     def unset(cls, outputs: int, inputs: int) -> "Product":
         """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
         product, of = cls.__new__(cls), FORMATS["bf16"]
-        product._take([_Part(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
+        product._take([_ProductPart(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:

@@ -1,41 +1,41 @@
-"""The chance that the target accepts a draft token: learnt while decoding, from the drafter's confidences and the outcomes."""
+"""Predict if the target accepts a draft token. The model learns while decoding, from the drafter's confidences and the
+outcomes."""
 
 from math import exp, log, sqrt
 
-SAMPLED, TREE = 1, 2  # a request's kind is 0 if it is greedy and 1 if it is sampled, plus 2 if it drafts trees
+SAMPLED, TREE = 1, 2  # a request's kind is 0 if greedy and 1 if sampled, plus 2 if it drafts trees
 KINDS = 4
 
-# Initial weights by kind: fitted to the bundled pair, and overruled after some 50 blocks.
+# Initial weights by kind: fitted to the bundled pair, and outweighed after some 50 blocks.
 OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.0, 0.6, -0.5, 0.5), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
-OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # of tokens found in greedy and in sampled texts
+OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup in greedy and in sampled texts
 
-_RATE = 0.1  # Adagrad's step; twice as much is noisier where nothing changes
-_KEPT = 0.99  # share of its squares that is left a block later: with a sum over all blocks it would learn new texts too slowly
-_LEAST = (
-    0.01  # of the squares: without it small gradients, where nothing is ever right, would move the weights on and on
-)
-_RECENT = 0.95  # share of a request's record that is left a block later: about 20 blocks count
+_RATE = 0.1  # Adagrad's learning rate; twice as much is noisier on stationary text
+_KEPT = 0.99  # decay of the squares per block; a sum over all blocks would adapt too slowly to new texts
+_LEAST = 0.01  # least sum of squares: otherwise small gradients would keep moving the weights if nothing is accepted
+_RECENT = 0.95  # decay of a request's record per block: about 20 blocks count
 _DOUBT = 4.0  # added to a record's variance, so that a few tokens say little
 
 
 class Acceptance:
-    """The chance of each slot of a chain, given those before it, or of each node of a tree.
+    """Predicts the acceptance probability of each position of a chain, given those before it, or of each node of a tree.
 
-    A logistic model for each kind, learnt online (Adagrad that forgets). Its features are 1, the log-odds of the confidence, the
-    slot's number and the request's record: how many more of its tokens were right than expected. In a sampled chain draft and
-    target agree with probability Σ min(p, q), which is not small where both are flat; there the second feature is
-    -log(1 - confidence).
+    It is a logistic model for each kind, learnt online (Adagrad with decay). Its features are 1, the log-odds of the
+    confidence, the position and the request's record: how many more of its tokens were accepted than expected. In a sampled
+    chain, draft and target agree with probability Σ min(p, q), which is not small if both are flat. There the second feature
+    is -log(1 - confidence).
     """
 
     def __init__(self, start: tuple[tuple[float, ...], ...] = OF_DRAFTS) -> None:
         self.weights = [list(row) for row in start]
-        self._squares = [[0.1] * 4 for _ in start]  # of gradients, summed; 0.1 keeps the first steps short
-        self._records: dict[int, tuple[float, float]] = {}  # by request, Σ (right - expected) and Σ variance
+        self._squares = [[0.1] * 4 for _ in start]  # sums of squared gradients; 0.1 keeps the first steps short
+        self._records: dict[int, tuple[float, float]] = {}  # by request: Σ (right - expected) and Σ variance
 
     def gains(self, request_id: int, kind: int, confidence: list[float], price: float = 0.0) -> list[float]:
-        """The chances that each slot, or node, is right together with all before it, up to the first chance below ``price``.
+        """Return the probability that each position, or node, is accepted with all before it, up to the first below the
+        threshold ``price``.
 
-        This is plain Python, which takes a fifth of the time of arrays for a few slots.
+        Plain Python takes a fifth of the time of arrays for a few positions.
         """
         constant, slope, later, own = self.weights[kind]
         constant += own * self._record(request_id)
@@ -54,7 +54,7 @@ class Acceptance:
         return surplus / (variance + _DOUBT)
 
     def observe(self, request_id: int, kind: int, confidence: list[float], right: list[bool]) -> None:
-        """Learn from a block whose first ``len(right)`` tokens were verified; from a chain up to its first error."""
+        """Learn from a block whose first ``len(right)`` tokens were verified; from a chain only up to its first error."""
         weights, squares, record = self.weights[kind], self._squares[kind], self._record(request_id)
         constant, slope, later = weights[0] + weights[3] * record, weights[1], weights[2]
         surplus = by_odds = by_slot = variance = 0.0
@@ -76,5 +76,5 @@ class Acceptance:
 
 
 def _odds(kind: int, sure: float) -> float:
-    sure = min(max(1e-4, sure), 1 - 1e-4)  # in this order 1e-4 stands for what is not a number
+    sure = min(max(1e-4, sure), 1 - 1e-4)  # in this order NaN becomes 1e-4
     return (0.0 if kind == SAMPLED else log(sure)) - log(1 - sure)

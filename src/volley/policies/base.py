@@ -1,7 +1,8 @@
-"""The base class of policies. A policy decides, cycle by cycle, how much each request drafts and how much of it is verified.
+"""Define the base class of policies. A policy decides in each cycle how much each request drafts and how much of it is
+verified.
 
-Every policy is lossless as long as it decides from what it is given here, and never from *sampled* draft tokens. To verify a
-token because of what it turned out to be would bias the output (see ``decode/verify.py``).
+Every policy is lossless as long as it decides from the data given here, and never from *sampled* draft tokens. Verifying a
+token because of its value would bias the output (see ``decode/verify.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -17,19 +18,20 @@ from volley.policies.cost import Costs
 
 @dataclass(slots=True)
 class View:
-    """What a policy sees of a decoding request before anything is drafted."""
+    """Data of a decoding request that a policy sees before drafting."""
 
     request_id: int
     rule: Rule
-    """How a chain would be verified."""
+    """Verification rule of a chain."""
     limit: int
-    """Most draft positions: the largest block allows no more, or the answer has no room for more."""
+    """Most draft positions: the largest block, or the tokens left in the answer."""
     chain_limit: int
     """Most draft positions of a chain; not above ``limit``."""
     max_nodes: int | None = None
-    """Tokens of the tree that replaces each chain; 0: no trees, ``None``: as the policy likes."""
+    """Number of tree nodes. ``None``: the policy chooses between chains and trees. 0: chains only. n: a tree of n nodes
+    replaces each chain."""
     found: list[float] = field(default_factory=list)
-    """The confidence of each token that was found in the text: n / (n + 1) where the n tokens before it agree."""
+    """Confidence of each prompt-lookup token: n / (n + 1) if the n tokens before it match."""
 
     def draft(self, positions: int, nodes: int = 0, price: float = 0.0) -> Ask:
         """Ask for a draft of ``positions``, 0 for plain decoding: a chain, or a tree of up to ``nodes`` tokens."""
@@ -40,52 +42,54 @@ class View:
         return Ask(Shape.CHAIN, self.rule, positions, positions, price)
 
     def copy(self, size: int) -> Ask:
-        """Ask to verify the first ``size`` tokens that were found in the text."""
+        """Ask to verify the first ``size`` prompt-lookup tokens."""
         return Ask(Shape.COPY, self.rule, min(size, len(self.found)))
 
 
 @dataclass(slots=True)
 class Cycle:
-    """What became of one ask; a policy sees no token."""
+    """Outcome of one ask. A policy sees no token."""
 
     request_id: int
     ask: Ask
     confidence: list[float]
-    """For a chain, the drafter's largest probability at each position in its first pass, before anything was drawn: it does not
-    depend on sampled tokens. For a tree, whose verification is lossless in any case, each node's probability, the largest first.
-    Empty for chains unless :attr:`Policy.uses_confidence`, and in :meth:`Policy.trim` where :meth:`Policy.cuts` was false."""
+    """Drafter confidences. For a chain: the largest probability at each position in the drafter's first pass, before anything
+    was drawn, so it does not depend on sampled tokens. For a tree, whose verification is lossless in any case: each node's
+    probability, largest first. Empty for chains unless :attr:`Policy.uses_confidence`, and in :meth:`Policy.trim` if
+    :meth:`Policy.cuts` was false."""
     found: list[float] = field(default_factory=list)
-    """As in :class:`View`."""
+    """Confidences of prompt-lookup tokens, as in :class:`View`."""
     verified: int = 0
     accepted: int = 0
     right: list[bool] = field(default_factory=list)
-    """For each token that was verified whether it was accepted, in the order of ``confidence``."""
+    """Acceptance of each verified token, in the order of ``confidence``."""
     found_right: list[bool] = field(default_factory=list)
-    """Whether each token that was found in the text was right, used or not, up to the first wrong one."""
+    """Correctness of each prompt-lookup token, used or not, up to the first wrong one."""
 
 
 class Policy(ABC):
-    """The policy of one engine. Each step calls :meth:`decide`, :meth:`trim` and :meth:`observe`.
+    """Policy of one engine. Each step calls :meth:`decide`, :meth:`trim` and :meth:`observe`.
 
-    If the drafts of a step are dropped because a prompt came, :meth:`trim` and :meth:`observe` are not called.
+    If a step's drafts are dropped because a prompt came, :meth:`trim` and :meth:`observe` are not called.
     """
 
     uses_confidence = False
-    """Whether it needs the drafter's confidences, which take a little time to compute."""
+    """True if it needs the drafter's confidences, which take a little time to compute."""
     uses_lookup = False
-    """Whether it asks for copies, for which each text is searched."""
+    """True if it uses prompt lookup, for which each text is searched."""
     uses_costs = False
-    """Whether it uses :attr:`costs`, which are then learnt from every step."""
+    """True if it uses :attr:`costs`, which are then learnt from every step."""
     uses_prefill = False
-    """Whether it needs :meth:`prefilled`."""
+    """True if it needs :meth:`prefilled`."""
     is_steady = False
-    """Whether it asks the same of every cycle."""
+    """True if it asks the same of every cycle."""
     block_size = 0
-    """The largest block it asks for, anchor included. Before :meth:`attach`, 0 stands for the drafter's own."""
+    """Largest block that it asks for, anchor included. Before :meth:`attach`, 0 stands for the drafter's block size."""
     costs: Costs | None = None
 
     def attach(self, largest: int, costs: Costs) -> None:
-        """Called once by the engine, with the drafter's block size and the costs of passes on this machine."""
+        """Connect the policy to an engine: the drafter's block size, and the costs of passes on this machine. The engine calls
+        this once."""
         if self.costs is not None and self.costs is not costs:
             raise ConfigError(
                 "this policy object already serves an engine and its drafter; give each engine its own, and each drafter"
@@ -101,33 +105,35 @@ class Policy(ABC):
         self.block_size, self.costs = size, costs
 
     def rehearse(self) -> None:
-        """Time the passes of a single request before anything runs, so that the first request need not wait for that."""
+        """Time the passes of a single request in advance, so that the first request need not wait for that."""
 
     def prefilled(self, request_id: int, temperature: float, logits: Tensor, hidden: Tensor) -> None:
-        """Called when a prompt was read: ``logits [V]`` after its last token, and that token's tapped states ``[taps · H]``."""
+        """Take the logits ``[V]`` after a prompt that was read, and its last token's tapped states ``[taps · H]``."""
 
     @abstractmethod
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        """The ask of each view. ``under_way`` requests are running or waiting; of these, as many as may run at once count."""
+        """Return the ask of each view. ``under_way`` is the number of running and waiting requests, at most as many as may
+        run."""
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
-        """The drafter's context is kept up of each k-th request, of none for 0, while so many are ``under_way``.
+        """Return k: draft K/V are maintained for every k-th request (0: for none), while ``under_way`` requests are running or
+        waiting.
 
-        ``sampled`` says of those that run whether any is sampled, and whether any is not. The others rest: they are not drafted
-        for, and for a while after.
+        ``sampled`` holds True if any running request is sampled, and False if any is greedy. Drafting is suspended for the
+        other requests, and for a while after.
         """
         return 1
 
     def cuts(self, ask: Ask) -> bool:
-        """Whether :meth:`trim` may cut this draft. Then the host must read it before it is verified."""
+        """Return True if :meth:`trim` may cut this draft. The host must then read it before it is verified."""
         return self.uses_confidence
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
-        """How many tokens of each draft to verify, from the first on; of a tree, from the likeliest on."""
+        """Return how many tokens of each draft to verify: the first ones of a chain, the most likely ones of a tree."""
         return [cycle.ask.size for cycle in cycles]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        """Learn what the target accepted."""
+        """Learn from accepted tokens."""
 
     def end(self, request_id: int) -> None:
-        """The request is over. It may be said twice."""
+        """Forget a request that ended. This may be called twice."""

@@ -1,4 +1,4 @@
-"""Seconds of passes on this machine: measured when they are first needed, corrected by the steps that follow."""
+"""Estimate the seconds of passes on this machine: measured when first needed, corrected by later steps."""
 
 import time
 from bisect import bisect_left
@@ -15,64 +15,65 @@ from volley.policies.ledger import Ledger
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 Measure = Callable[[int, int], float]
-"""``measure(tokens, requests)``: seconds of one pass over so many tokens, spread over so many requests."""
+"""Call ``measure(tokens, requests)`` for the seconds of one pass over ``tokens``, spread over ``requests``."""
 
 Pass = tuple[int, int]
-"""Tokens and requests."""
+"""Tokens and requests of a pass."""
 
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # tokens of the passes that are timed
-_FEWER = [1, 8, 32, 128, 512]  # where only copies are weighed, which are long: a third of the time
-_SHARE = 8  # tokens of each request in such a pass; one request with all of them would see far more keys
+_FEWER = [1, 8, 32, 128, 512]  # if only prompt lookup is used, whose drafts are long: a third of the time
+_SHARE = 8  # tokens per request in such a pass; one request with all of them would read far more keys
 MOST_TIMED = _SHARE
 """Most tokens of one request in a pass that is timed."""
-_BENT = 1.15  # a pass that took so many times what the line between two others says was interrupted
-_FAR = 1e6  # tokens; up to here the table is extended
-_STEPS = 128  # the last steps, to which the weights are fitted
-_NOISE = 0.15  # of a step's time, relative: other work, padding, sampling, the length of texts
-_SHORT = 0.25  # seconds; passes that are likely to take longer are not timed ahead,
-_AHEAD = 1.0  # and none after so many seconds of it
-_INTERRUPTED = 3.0  # times the expected time; a step that took longer was interrupted, and counts as this long
-_LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # of speed, fixed, each, reading
+_BENT = 1.15  # a pass that took this many times the linear interpolation of two others was interrupted
+_FAR = 1e6  # tokens up to which the table is extrapolated
+_STEPS = 128  # number of last steps to which the weights are fitted
+_NOISE = 0.15  # relative noise of a step's time: other work, padding, sampling, text lengths
+_SHORT = 0.25  # seconds; passes that probably take longer are not timed in advance,
+_AHEAD = 1.0  # and none after this many seconds of timing
+_INTERRUPTED = 3.0  # a step that took this many times the expected time was interrupted, and is clipped to it
+_LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # lower bounds of speed, fixed, each, reading
 
 
 class PassCost:
     """Seconds of one model's part of a cycle: ``speed · table[tokens] + fixed + each · (requests - 1) + reading · read``.
 
-    The table is measured with one request for every 8 tokens, in passes that follow each other. ``fixed`` and ``each`` are what
-    a cycle takes beside that, for the first request and for each other one: the host's own work, and weights that the caches have
-    lost. All four weights are fitted to the last steps: the machine may have other work, texts grow longer, and prompts are read
-    in the same passes.
+    The table is measured with one request for every 8 tokens, in consecutive passes. ``fixed`` and ``each`` are the extra time
+    of a cycle, for the first request and for each other one: host work, and weights that left the caches. All four weights are
+    fitted to the last steps, because the machine may have other load, texts grow longer, and prompts are read in the same
+    passes.
     """
 
     def __init__(self, measure: Measure, sizes: list[int] = _SIZES) -> None:
-        """``sizes`` are the tokens of the passes that are timed."""
+        """Measure with ``measure``. ``sizes`` are the tokens of the passes that are timed."""
         self._measure, self._sizes = measure, sizes
         self._timed: dict[int, float] = {}
         self._table = np.zeros((2, 1))  # tokens and seconds
-        self._points = [[0.0, _FAR], [0.0, 0.0]]  # the same
-        self._weights, self._prior, self._doubt = np.zeros((3, 4))  # of speed, fixed, each, reading
+        self._points = [[0.0, _FAR], [0.0, 0.0]]  # the table as lists
+        self._weights, self._prior, self._doubt = np.zeros((3, 4))  # each for speed, fixed, each, reading
         self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=_STEPS)
         self._is_fitted = True
 
     def __call__(self, tokens: int, requests: int) -> float:
-        """Seconds of a pass over ``tokens`` of ``requests`` requests. A pass larger than all that were timed is timed first."""
+        """Return the seconds of a pass over ``tokens`` of ``requests`` requests. A pass larger than all timed ones is timed
+        first."""
         self.time(tokens)
         return float(self.expected(np.array(tokens), requests))
 
     @property
     def num_timed(self) -> int:
-        """How many sizes were timed so far."""
+        """Number of sizes that were timed so far."""
         return len(self._timed)
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
-        """The same for many passes, but none is timed. It is a cautious guess beyond the sizes that were timed, if any."""
+        """Return the seconds of many passes without timing any. Beyond the timed sizes the result is a cautious guess."""
         if not self._is_fitted:
             self._fit()
         speed, fixed, each, _ = self._weights
         return np.asarray(speed * np.interp(tokens, *self._table) + fixed + each * (requests - 1))
 
     def rough(self, tokens: int, requests: int) -> float:
-        """The same for one pass, without the steps since the last estimate: to heed them takes a hundred times as long."""
+        """Return the seconds of one pass from the last fitted weights, which is a hundred times as fast as fitting them again."""
         sizes, seconds = self._points
         after = min(max(bisect_left(sizes, tokens), 1), len(sizes) - 1)
         slope = (seconds[after] - seconds[after - 1]) / (sizes[after] - sizes[after - 1])
@@ -87,7 +88,7 @@ class PassCost:
             self._is_fitted = False
 
     def time(self, tokens: float) -> bool:
-        """Extend the table to ``tokens``; returns whether that was needed. Each size is timed twice: the faster run counts."""
+        """Extend the table to ``tokens``; return True if that was needed. Each size is timed twice, and the faster run counts."""
         fresh = [s for s in self._sizes[: max(3, bisect_left(self._sizes, tokens) + 1)] if s not in self._timed]
         for size in fresh + fresh[::-1]:
             self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
@@ -96,15 +97,16 @@ class PassCost:
             slope = ((seconds[-1] - seconds[:-1]) / (sizes[-1] - sizes[:-1])).min()
             self._table = np.array([[*sizes, _FAR], [*seconds, seconds[-1] + slope * (_FAR - sizes[-1])]])
             self._points = self._table.tolist()
-            # Assumed at first: a request adds 2 % of a plain pass, and a token that is read half of what a decoded one adds. What
-            # steps take beyond that is more likely their own than that of all passes, which would make large ones look dear.
+            # Prior: a request adds 2 % of a plain pass, and a prompt token half of what a decoded token adds. Extra time is
+            # attributed to single steps rather than to all passes, because large passes would look too expensive otherwise.
             self._prior = self._weights = np.array((1.0, 0.0, 0.02 * seconds[0], slope / 2))
             self._doubt = np.array((0.25, seconds[0], 0.05 * seconds[0], slope / 2)) + 1e-9
             self._is_fitted = not self._steps
         return bool(fresh)
 
     def rehearse(self, most: int) -> None:
-        """Time passes of up to ``most`` tokens ahead, so that no step waits for it; none that is likely to take long."""
+        """Time passes of up to ``most`` tokens in advance, so that no step waits for it. Passes that probably take long are
+        skipped."""
         end = time.perf_counter() + _AHEAD
         for size in self._sizes:
             longest = max(self._timed.values(), default=0.0)
@@ -113,11 +115,11 @@ class PassCost:
             self.time(size)
 
     def measured_by(self, measure: Measure) -> None:
-        """From now on ``measure`` times the same passes. What was learnt of them holds."""
+        """Time with ``measure`` from now on. The passes are equal, so learnt values stay."""
         self._measure = measure
 
     def _fit(self) -> None:
-        """Ridge regression of the steps' relative errors, towards the weights that were assumed at first."""
+        """Fit the weights by ridge regression of the steps' relative errors, towards the prior weights."""
         tokens, requests, read, seconds = np.array(self._steps).T
         parts = np.array((np.interp(tokens, *self._table), np.ones(len(tokens)), requests - 1, read))
         expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may report no time at all
@@ -126,7 +128,7 @@ class PassCost:
         squares = parts @ parts.T + np.diag(certainty)
         products = parts.sum(axis=1) / _NOISE + certainty * self._prior
         weights, free = _LEAST.copy(), np.ones(len(_LEAST), dtype=bool)
-        while free.any():  # a weight that would be below its least is held there, and the others are fitted again
+        while free.any():  # a weight below its bound is fixed there, and the others are fitted again
             found = np.linalg.solve(squares[free][:, free], (products - squares[:, ~free] @ weights[~free])[free])
             if (found >= _LEAST[free]).all():
                 weights[free] = found
@@ -136,9 +138,10 @@ class PassCost:
 
 
 def _uninterrupted(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
-    """Sizes, and their times without what interrupted them: none is above that of a larger one, or far above a line between two.
+    """Return sizes and times without interruptions: no time exceeds that of a larger size, or is far above a line between two
+    others.
 
-    Times are nearly linear in tokens. They are not convex: small passes have another layout in the kernels than large ones.
+    Times are nearly linear in tokens. They are not convex, because kernels lay out small passes differently from large ones.
     """
     sizes, seconds = np.array(sorted(timed), dtype=float), np.array([timed[size] for size in sorted(timed)])
     seconds = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -151,10 +154,10 @@ def _uninterrupted(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
 
 
 class Costs:
-    """The costs of one engine: passes of drafter and target, and the bound that arriving prompts set on a cycle."""
+    """Costs of one engine: passes of drafter and target, and the time limit that arriving prompts set on a cycle."""
 
     drafts_late = False
-    """Whether drafts stay on the device until they are verified: to read one before makes the host wait."""
+    """True if drafts stay on the device until they are verified. Reading one earlier makes the host wait."""
 
     def __init__(
         self,
@@ -164,21 +167,22 @@ class Costs:
         *,
         only_copies: bool = False,
     ) -> None:
-        """``only_copies``: there is no drafter, so the target's passes are plain ones and those that verify copies."""
+        """Measure drafter and target. ``only_copies``: there is no drafter, so target passes are plain or verify prompt-lookup
+        tokens."""
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target, _FEWER if only_copies else _SIZES)
         self.arrivals = arrivals or Arrivals()
         self.ledger = Ledger()
-        self._plain = 0, 0.0  # requests of the last plain step, and the seconds that were last expected of it
+        self._plain = 0, 0.0  # requests of the last plain step, and its last expected seconds
 
     def rehearse(self, most: int) -> None:
-        """Time what passes of up to ``most`` tokens take, as :meth:`PassCost.rehearse` does."""
+        """Time passes of up to ``most`` tokens, as :meth:`PassCost.rehearse` does."""
         for cost in (self.draft, self.target):
             cost.rehearse(most)
 
     def waiting(self, drafting: FloatArray, passing: FloatArray) -> FloatArray:
-        """The longest wait of a prompt that arrives in a cycle with so many seconds of drafting and of the target's pass.
+        """Return the longest wait of a prompt that arrives in a cycle of ``drafting`` and then ``passing`` seconds.
 
-        Where drafts are dropped for prompts, one that arrives during drafting waits for its end only.
+        If drafts are dropped for prompts, a prompt that arrives during drafting waits only for the end of drafting.
         """
         if self.arrivals.newcomers is None or self.drafts_late:
             return drafting + passing
@@ -186,14 +190,15 @@ class Costs:
         return longer
 
     def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
-        """Divide the ``seconds`` of a cycle between both models as expected: the host did not wait between their passes."""
+        """Split the ``seconds`` of a cycle between both models as expected, because the host did not wait between their
+        passes."""
         drafting = float(self.draft.expected(np.array(drafted[0]), drafted[1]))
         passing = float(self.target.expected(np.array(verified[0]), verified[1]))
         share = drafting / max(drafting + passing, 1e-9)
         return seconds * share, seconds * (1 - share)
 
     def learn(self, drafted: Pass, verified: Pass, seconds: tuple[float, float], *, made: int, read: int = 0) -> None:
-        """Learn from a cycle that took ``seconds`` for drafting and for the rest, and ``made`` tokens.
+        """Learn from a cycle that took ``seconds`` for drafting and for the rest, and generated ``made`` tokens.
 
         The target's pass ``verified`` tokens, anchors included, and read ``read`` tokens of prompts.
         """
@@ -202,7 +207,7 @@ class Costs:
         if drafted[1]:
             self.draft.observe(*drafted, drafting)
         tokens, requests = verified
-        if read:  # what that takes is known too roughly
+        if read:  # the time of reading prompts is known too roughly
             return
         plain = self.target.rough(requests, requests)
         last, before = self._plain

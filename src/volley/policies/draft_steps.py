@@ -1,10 +1,11 @@
-"""Chooses the number of passes over a draft of self-speculation: the one that makes the most tokens per second, or none.
+"""Choose the number of denoising passes over a draft of self-speculation: the one with the most tokens per second, or none.
 
-Another pass makes more of the canvas right, and takes as long as a pass that writes one token. The gain of a number of passes is
-the mean of the last cycles that had it. Its cost is in the cost table.
+This is not a :class:`~volley.policies.base.Policy`: the self-speculative decoding method uses it for drafts that it makes
+itself. Each pass makes more of the canvas right, and takes as long as a pass that writes one token. The gain of a number of
+passes is the mean of its last cycles. Its cost is in the cost table.
 
-The first pass over the next canvas may ride behind a draft that is verified. That is of use only if all of the draft is right;
-the chance of it is learnt from the probabilities that its tokens had.
+The first pass over the next canvas may be fused into the pass that verifies a draft. The fused canvas is useful only if the
+whole draft is right. That probability is learnt from the probabilities of the draft's tokens.
 """
 
 from collections.abc import Sequence
@@ -17,21 +18,21 @@ from volley.policies.acceptance import SAMPLED, Acceptance
 from volley.policies.cost import FloatArray, PassCost
 from volley.policies.probes import WORTHWHILE, cycles_between
 
-_ENOUGH = 4  # cycles with a number of passes before its mean is believed
-_HOPE = 1.6  # times the tokens of half as many passes, until then
-_REMEMBERED = 64  # cycles that a mean looks back to
-_REVIEW = 32  # cycles that a choice serves
-_ALL = 0  # one record of what was accepted, of all requests
+_ENOUGH = 4  # cycles with a number of passes before its mean is used
+_HOPE = 1.6  # until then: assumed gain in tokens over half as many passes
+_REMEMBERED = 64  # cycles that a mean covers
+_REVIEW = 32  # cycles between two reviews
+_ALL = 0  # request id of the shared acceptance record
 
 
 @dataclass
 class _Tried:
-    """One number of passes."""
+    """Measurements of one number of passes."""
 
     means: FloatArray = field(default_factory=lambda: np.zeros(3))
-    """Of its last cycles: tokens, passes over the canvas alone, tokens verified."""
+    """Means of its last cycles: tokens, passes over the canvas alone, tokens verified."""
     cycles: int = 0
-    last: int = 0  # the cycle in which it was tried though another seemed better
+    last: int = 0  # cycle of its last probe
 
     def add(self, values: tuple[float, float, float]) -> None:
         self.cycles += 1
@@ -40,30 +41,31 @@ class _Tried:
 
 @dataclass
 class _Drafts:
-    """Drafts of one length, greedy or sampled."""
+    """Measurements for drafts of one length, greedy or sampled."""
 
     tried: dict[int, _Tried]
     best: int = 0
-    others: dict[int, int] = field(default_factory=dict)  # numbers that are tried, and every how many cycles
-    until: int = 0  # the cycle in which all this is looked at again
-    requests: int = 0  # at once, when it was
+    others: dict[int, int] = field(default_factory=dict)  # numbers of passes to probe, with cycles between probes
+    until: int = 0  # cycle of the next review
+    requests: int = 0  # number of requests at the last review
 
 
 class DraftSteps:
     """Learns from all requests of an engine, separately for greedy and sampled ones and for each block length.
 
-    Verification is exact whatever a canvas holds, so this may look at tokens, too.
+    Verification is lossless whatever a canvas holds, so this may depend on tokens, too.
     """
 
     def __init__(self, costs: PassCost, plain: int = 1) -> None:
-        """A pass that writes one token of a request goes over ``plain`` tokens of it."""
+        """Choose by ``costs``. A pass that writes one token of a request covers ``plain`` tokens of it."""
         self.costs, self.plain = costs, plain
         self._drafts: dict[tuple[int, bool], _Drafts] = {}
         self._cycle = 0
         self._acceptance = Acceptance()
 
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
-        """Passes over the next draft of ``length - 1`` tokens, 0 for no draft, if ``requests`` draft at once."""
+        """Return the number of passes over the next draft of ``length - 1`` tokens, 0 for no draft, if ``requests`` draft
+        together."""
         own = self._drafts.get((length, is_greedy))
         if own is None:
             own = self._drafts[length, is_greedy] = _Drafts({steps: _Tried() for steps in candidates(length)})
@@ -95,10 +97,10 @@ class DraftSteps:
             own.others[steps] = cycles_between(rates[steps], seconds[steps], rates[own.best], seconds[own.best])
 
     def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
-        """Whether the next canvas should ride behind a draft whose tokens had these probabilities.
+        """Return True if the next canvas should be fused behind a draft whose tokens had these probabilities.
 
-        It makes a pass over ``verified`` tokens of each request longer by ``length``, and saves one over ``length`` if all of the
-        draft is right.
+        The fused pass over ``verified`` tokens of each request gets longer by ``length``. It saves a pass over ``length`` if
+        the whole draft is right.
         """
         chance = self._acceptance.gains(_ALL, 0 if is_greedy else SAMPLED, list(confidence))[-1]
         self.costs.time((verified + length) * requests)
@@ -118,8 +120,8 @@ class DraftSteps:
     def observe(self, length: int, steps: int, *, is_greedy: bool, tokens: int, alone: int, verified: int) -> None:
         """Learn from a cycle of one request: a draft of ``steps`` passes brought ``tokens``.
 
-        ``alone`` of these passes did nothing else. The last pass verified the draft: it went over ``verified`` tokens, among them
-        the next canvas, if there was one.
+        ``alone`` of these passes did nothing else. The last pass verified the draft: it covered ``verified`` tokens, including
+        a fused canvas.
         """
         own = self._drafts.get((length, is_greedy))
         if own is not None and steps in own.tried:
@@ -127,5 +129,5 @@ class DraftSteps:
 
 
 def candidates(length: int) -> list[int]:
-    """The numbers of passes that are tried for a draft of ``length - 1`` masks: powers of two."""
+    """Return the numbers of passes that are tried for a draft of ``length - 1`` masks: powers of two."""
     return [1 << power for power in range((length - 1).bit_length())]

@@ -1,4 +1,4 @@
-"""The simple policies: one block size for everyone, and one that follows each request's acceptance rate."""
+"""Define two simple policies: one block size for all requests, and one that follows each request's acceptance rate."""
 
 from collections.abc import Sequence, Set
 
@@ -8,12 +8,12 @@ from volley.policies.base import Cycle, Policy, View
 
 
 class Fixed(Policy):
-    """The same block for everyone; 1 is plain decoding."""
+    """Uses one block size for all requests; 1 is plain decoding."""
 
     is_steady = True
 
     def __init__(self, block_size: int = 0) -> None:
-        """``block_size`` 0 is the drafter's own."""
+        """Fix the block size; 0 is the drafter's own."""
         self.block_size = block_size
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
@@ -24,10 +24,10 @@ class Fixed(Policy):
 
 
 class Feedback(Policy):
-    """Shrink a request's block after less than 60 % of it was accepted, grow it after more than 90 % (AitherOS DFlash)."""
+    """Shrinks a request's block after less than 60 % of it was accepted, grows it after more than 90 % (AitherOS DFlash)."""
 
     def __init__(self, smallest: int = 2, largest: int = 0) -> None:
-        """Blocks stay in ``[smallest, largest]``, anchor included; ``largest`` 0 is the drafter's own."""
+        """Keep blocks in ``[smallest, largest]``, anchor included; ``largest`` 0 is the drafter's own."""
         if smallest < 2 or 0 < largest < smallest:
             raise ConfigError(f"feedback between blocks of {smallest} and {largest}; give 2 <= smallest <= largest")
         self.smallest, self.block_size = smallest, largest

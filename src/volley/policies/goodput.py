@@ -1,7 +1,9 @@
-"""The default policy: draft and verify as much as makes the most tokens per second, and nothing where that does not pay.
+"""Decide by goodput (the default policy): draft and verify what maximises tokens per second, and nothing if drafting does not
+pay.
 
-``max  E[tokens of a request in a cycle] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4), with the geometric mean
-over the requests: whoever serves the fast ones first soon has a batch of slow ones. ``docs/how-it-works.md`` explains it.
+It maximises ``E[tokens of a request in a cycle] / (T_draft + T_target)`` (left as future work by DFlash §5.4.4), with the
+geometric mean over the requests. An arithmetic mean would serve the fast requests first and soon leave a batch of slow ones.
+``docs/how-it-works.md`` explains it.
 """
 
 from collections import deque
@@ -19,62 +21,65 @@ from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
 from volley.policies.probes import WORTHWHILE, cycles_between
 
-_REVIEW = 64  # cycles that a review, which takes 0.5 to 1 ms, serves; an early one serves as many as came before it
-_REMEMBERED = 64  # blocks of each kind that a review is based on: their mean is known to some 5 %
+_REVIEW = 64  # cycles between two reviews, each of which takes 0.5 to 1 ms; the first ones come sooner
+_REMEMBERED = 64  # blocks of each kind that a review uses: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before its first review; until then blocks are whole
-_NODES = 15  # of a tree, without the anchor; larger trees gain less than they cost
-_NEARLY_FREE = 1.5  # trees are grown while verifying whole ones takes at most so many times as long as plain decoding
-_OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles in which a request is learnt from once: 10 to 40 µs a block
+_NODES = 15  # nodes of a tree, without the anchor; larger trees gain less than they cost
+_NEARLY_FREE = 1.5  # trees are used if verifying whole ones takes at most this many times as long as plain decoding
+_OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles between two that a request is learnt from: 10 to 40 µs a block
 _CHANCE = 8  # tokens, about a block, that the last blocks may have fallen short by chance
-_SAMPLE = 15  # where drafting is far from paying, it is tried with every 15th request: the others rest
-_LONGEST = 10**6  # slots: a view limits them
+_SAMPLE = 15  # if drafting is far from paying, every 15th request tries it; drafting is suspended for the others
+_LONGEST = 10**6  # draft positions: a view limits them
 _NOTHING = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 _WHOLE = Plan(0.0, 0.0, 0.0, [_LONGEST] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
 
 
 @dataclass
 class _Review:
-    """What pays for the requests that there are now."""
+    """Best plans for the current mix of requests."""
 
     plan: Plan
-    number: int = 0  # requests
-    left: int = 0  # cycles that it still serves
+    number: int = 0  # number of requests
+    left: int = 0  # cycles until the next review
     copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
-    room: int = 0  # tokens that copies may add to a cycle
-    others: list[tuple[Plan, int]] = field(default_factory=list)  # plans to try, each once in so many cycles
+    room: int = 0  # prompt-lookup tokens that fit a cycle
+    others: list[tuple[Plan, int]] = field(default_factory=list)  # plans to probe, each once in this many cycles
 
 
 class Goodput(Policy):
-    """Every 64 cycles the planner chooses a number of slots and a price, from the last blocks and the costs of passes.
+    """Every 64 cycles the planner chooses a number of positions and a threshold, from the last blocks and the costs of passes.
 
-    Each block is drafted with so many slots, and cut at the first slot whose chance is below the price. This rule looks at no
-    token and at no slot behind the cut. Each kind of request (greedy or sampled, chain or tree) has slots and a price of its own.
+    Each block is drafted with that many positions, and cut at the first position whose probability is below the threshold. The
+    cut depends on no token and on no position after it. Each kind of request (greedy or sampled, chain or tree) has its own
+    number and threshold.
     """
 
     uses_confidence = uses_costs = True
 
     def __init__(self, *, uses_lookup: bool = True) -> None:
-        """``uses_lookup``: verify tokens that were found in the text, too."""
+        """Make the policy. ``uses_lookup``: verify prompt-lookup tokens, too."""
         self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
         self.recurrence = Acceptance(OF_FOUND)
-        # The last blocks by kind: the chance of each slot, the number of tokens expected to be right, and that of right ones.
+        # Last blocks by kind: the probability of each position, the expected number of accepted tokens, and the actual one.
         self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
-        self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean chances at the last review, by slot
-        # By the kinds present, and whether each is known.
+        self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean probabilities at the last review
+        # Reviews by the kinds of request in the batch, and whether each kind has enough blocks.
         self._reviews: dict[frozenset[tuple[int, bool]], _Review] = {}
-        self._review = _Review(_WHOLE)  # the one in use
-        self._tried = [0, 0]  # the cycles in which the other plans were last tried
-        self._trial: int | None = None  # which of them is tried now; a draft that gave way to prompts was no trial
+        self._review = _Review(_WHOLE)  # the current review
+        # Cycles of the last probes, by index in ``_Review.others``. If a review leaves out its first plan, the second one takes
+        # index 0 and so the time of the first one's last probe.
+        self._tried = [0, 0]
+        self._trial: int | None = None  # index of the current probe; a draft that gave way to a prompt does not count
         self._tree_nodes: dict[int, int] = {}  # by number of requests
-        # From how many requests on drafting is far from paying: those that are greedy, sampled, or some of both.
+        # Number of requests from which on drafting is far from paying, for greedy, sampled or mixed batches.
         self._hopeless: dict[frozenset[bool], int] = {}
         self._cycle = 0
         self._prompts_go_on = False
 
     def rehearse(self) -> None:
         assert self.costs is not None
-        if self.block_size == 1:  # passes are timed when a copy is found
+        if self.block_size == 1:  # passes are timed once prompt lookup finds tokens
             return
         self._nodes(1)
         self.costs.draft(self.block_size, 1)
@@ -90,7 +95,7 @@ class Goodput(Policy):
             self._prompts_go_on = not self._prompts_go_on
             self._reviews.clear()
         own = self._nodes(under_way) if self.block_size > 1 and any(view.max_nodes is None for view in views) else 0
-        # Speculative chains get as far as trees, with fewer tokens.
+        # Chains with rejection sampling gain as much as trees, with fewer tokens.
         nodes = [
             view.max_nodes if view.max_nodes is not None else own * (view.rule is not Rule.SPECULATIVE)
             for view in views
@@ -108,9 +113,9 @@ class Goodput(Policy):
         return asks
 
     def _nodes(self, under_way: int) -> int:
-        """Tokens of a tree while ``under_way`` requests are running or waiting; 0: no trees."""
+        """Return the number of tree nodes while ``under_way`` requests are running or waiting; 0: no trees."""
         assert self.costs is not None
-        if self.costs.drafts_late:  # the host grows trees, and would wait for what they grow from
+        if self.costs.drafts_late:  # the host grows trees, and would wait for the drafter's output
             return 0
         if under_way not in self._tree_nodes:
             target, tokens = self.costs.target, under_way * (1 + _NODES)
@@ -123,7 +128,7 @@ class Goodput(Policy):
         return _SAMPLE if under_way >= self._hopeless.get(frozenset(sampled), under_way + 1) else 1
 
     def _choose(self, kinds: list[int], drafting: Set[int]) -> tuple[Plan, bool]:
-        """The plan of this cycle, and whether it is a probe: a plan that is tried to keep its measurements up to date.
+        """Return the plan of this cycle, and True if it is a probe: a plan that is tried to keep its measurements up to date.
 
         Requests of the kinds in ``drafting`` can be drafted for; the others end with their next token.
         """
@@ -132,7 +137,7 @@ class Goodput(Policy):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
             if most:
                 return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
-        # The last review of these kinds serves, unless it is used up or was made for a very different number of requests.
+        # The last review of these kinds is used, unless it is too old or was made for a very different number of requests.
         present = frozenset((kind, self._knows(kind)) for kind in kinds)
         review = self._reviews.get(present)
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
@@ -147,11 +152,11 @@ class Goodput(Policy):
         return review.plan, False
 
     def _knows(self, kind: int) -> bool:
-        """Whether a kind has had enough blocks."""
+        """Return True if a kind has had enough blocks."""
         return len(self._blocks[kind]) >= _ENOUGH
 
     def _look(self, kinds: list[int]) -> _Review:
-        """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are tried now and then."""
+        """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are probed now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
@@ -159,7 +164,7 @@ class Goodput(Policy):
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
-            # The acceptance model, by which drafts are cut, learns slowly that sure drafts may be wrong.
+            # The acceptance model, by which drafts are cut, learns slowly that confident drafts may be wrong.
             if 2 * sum(right) + _CHANCE < sum(expected):
                 trust[kind] = sum(right) / sum(expected)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
@@ -178,7 +183,7 @@ class Goodput(Policy):
         return review
 
     def _note_hope(self, kinds: list[int], is_near: bool) -> None:
-        """Whether drafting is near to paying. Where it is not, it is not for more requests either."""
+        """Record whether drafting is close to paying. If it is not, it is not for more requests either."""
         sampled = frozenset(kind % TREE > 0 for kind in kinds)
         if not is_near:
             self._hopeless[sampled] = min(self._hopeless.get(sampled, len(kinds)), len(kinds))
@@ -186,7 +191,7 @@ class Goodput(Policy):
             del self._hopeless[sampled]
 
     def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
-        """How many of the tokens that were found in a request's text pay; 0 if a draft pays more."""
+        """Return how many prompt-lookup tokens pay for a request; 0 if a draft pays more."""
         cost, least = self._review.copying
         tokens, count = 1.0, 0
         for gain in self.recurrence.gains(request_id, kind % TREE, confidence, cost):
@@ -206,7 +211,7 @@ class Goodput(Policy):
         ]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        """Learn from some requests in turn, and from all first blocks and all that had another price than the plan's."""
+        """Learn from some requests in turn, and from all first blocks and all blocks whose threshold differs from the plan's."""
         if cycles and self._trial is not None:
             self._tried[self._trial], self._trial = self._cycle, None
         every, plan = min(max(len(cycles), _OFTEN), _SELDOM), self._review.plan
@@ -222,7 +227,7 @@ class Goodput(Policy):
                 usual = self._usual[kind]
                 gains = self.acceptance.gains(cycle.request_id, kind, cycle.confidence) or [0.0]
                 expected = sum(gains[: len(cycle.right)])
-                # Chances of positions that were not drafted are assumed to fall off as usual.
+                # Probabilities of positions that were not drafted are assumed to fall off as usual.
                 gains += [gains[-1] * later / usual[len(gains) - 1] for later in usual[len(gains) :]]
                 self._blocks[kind].append((gains, expected, sum(cycle.right)))
 

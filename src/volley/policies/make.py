@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""Make policies by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +22,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(spec: str | Policy, drafter: Drafter | None) -> Policy:
-    """Make the policy of a name: ``goodput``, ``goodput:drafts`` (without copies from the text), ``plain`` (without drafts),
+    """Make the policy of a name: ``goodput``, ``goodput:drafts`` (without prompt lookup), ``plain`` (without drafts),
     ``feedback``, ``fixed`` (the drafter's block), ``fixed:8``, ``pilot`` (written by ``volley pilot`` beside the drafter), or
-    ``pilot:FOLDER``.
-    """
+    ``pilot:FOLDER``."""
     if isinstance(spec, Policy):
         return spec
     if spec in POLICIES:

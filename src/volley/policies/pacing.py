@@ -1,4 +1,4 @@
-"""Between works and a policy: shows the policy each draft, cuts it, and reports what was accepted."""
+"""Connects works and a policy: shows the policy each draft, cuts it, and reports what was accepted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from volley.types import Proposal
 
 
 def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
-    """Cut the drafts of the drafter to what the policy wants verified; returns what the policy sees of each work."""
+    """Cut drafts to what the policy wants to verify. Return a cycle for each work."""
     cycles = []
     for work in works:
         sure = work.proposal.confidence
@@ -27,7 +27,7 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
 def conclude(work: Work[Any], cycle: Cycle) -> None:
     """Fill in the outcome of a cycle from the verdict of its work."""
     proposal, verdict = work.proposal, work.verdict
-    cycle.confidence = cycle.confidence or proposal.confidence  # that of a late draft was not known before
+    cycle.confidence = cycle.confidence or proposal.confidence  # for a draft on the device it was not known before
     cycle.verified, cycle.accepted = len(proposal.token_ids), max(0, verdict.accepted)
     if proposal.parents is None:
         cycle.right = [place < verdict.accepted for place in range(cycle.verified)]

@@ -1,4 +1,4 @@
-"""The ``pilot`` policy: a small network reads the end of the prompt once and fixes the request's block size (BlockPilot)."""
+"""Decide with a pilot (BlockPilot): a small network reads the end of the prompt once and fixes the request's block size."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from volley.policies.base import Policy, View
 
 
 class Pilot(Policy):
-    """One block size for each request, chosen from what the target expects after the prompt."""
+    """Fixes one block size for each request, from the target's distribution after the prompt."""
 
     uses_prefill = True
 
@@ -24,7 +24,7 @@ class Pilot(Policy):
         self.positions[request_id] = self.config.block_sizes[int(self.net(found).argmax())] - 1
 
     def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        # Requests that were read before this became the policy take the largest block.
+        # Requests that were read before this policy was set use the largest block.
         return [view.draft(self.positions.get(view.request_id, self.block_size - 1)) for view in views]
 
     def end(self, request_id: int) -> None:

@@ -1,4 +1,4 @@
-"""Plans of the goodput policy: what would have paid most with the last blocks, for the requests that there are now."""
+"""Make plans for the goodput policy: what would have paid most with the last blocks, for the current requests."""
 
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -10,47 +10,51 @@ from volley.policies.acceptance import KINDS, TREE
 from volley.policies.cost import Costs, FloatArray
 
 _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # lengths of chains that are tried besides the longest; neighbours differ by 1 %
-# Prices that are tried: a slot with a lower chance is not verified, and 0 leaves blocks whole. Neighbours are about as good.
+# Thresholds that are tried: a position with a lower probability is not verified, and 0 keeps blocks whole. Neighbours are about
+# as good.
 _PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
 PLAIN, WHOLE = 0, 1  # indices of two options: no draft, and the longest one, whole
-UNEVEN = 1.04  # a pass over blocks that were cut takes so many times as long: queries are padded to the longest
-_SPREAD = 2.0  # a long cycle verifies so many standard deviations more tokens than a usual one
+UNEVEN = 1.04  # factor of the time of a pass over cut blocks, because queries are padded to the longest
+_SPREAD = 2.0  # standard deviations by which a long cycle verifies more tokens than a usual one
 
 
 class Plan(NamedTuple):
-    """What is drafted and verified, and what is expected of it. Lists have an entry for each kind of request."""
+    """Draft specification with its expected results. Lists have one entry for each kind of request."""
 
     rate: float  # tokens per second, if all requests were as fast as their geometric mean
-    seconds: float  # of a cycle
+    seconds: float  # seconds of a cycle
     waiting: float  # seconds that a prompt waits for a long cycle
-    slots: list[int]  # slots that a request drafts
-    prices: list[float]  # a slot, or node, with a lower chance is not verified
+    slots: list[int]  # positions that a request drafts
+    prices: list[float]  # threshold: a position, or node, with a lower probability is not verified
     tokens: list[float]  # tokens that a request gains in a cycle
-    verified: list[float]  # slots, or nodes, of a request that a cycle verifies
+    verified: list[float]  # positions, or nodes, of a request that a cycle verifies
     nodes: int = 10**6  # most nodes of a tree
 
 
 class Planner:
-    """An option is a pair of slots and price. For each kind of request the planner knows what each option gains and verifies.
+    """Searches the options for each kind of request. An option is a pair of draft length and threshold.
 
-    If the host would have to wait for the confidences that cut drafts, the only price is 0.
+    ``_options`` has the axes [slots, prices, tokens, verified], kind and option. ``_spread`` has the axes [variance, maximum]
+    of verified tokens, kind and option. If reading confidences would make the host wait, the only threshold is 0.
     """
 
     def __init__(
         self, costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], most: int
     ) -> None:
-        """``counts`` are the numbers of requests by kind. ``gains[kind] [slots, blocks]`` are the chances of slots, or nodes, of
-        the last blocks: they decide what is verified, and ``trust[kind]`` is the share of them that came true. A kind without
-        gains is not drafted for. ``most`` is the largest number of slots.
+        """Tabulate the options. ``counts`` are the numbers of requests by kind.
+
+        ``gains[kind] [slots, blocks]`` are the acceptance probabilities of positions, or nodes, of the last blocks. They
+        decide what is verified, and ``trust[kind]`` is the share of them that came true. A kind without gains is not drafted
+        for. ``most`` is the largest number of positions.
         """
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
-        """How long a prompt may wait for a cycle."""
+        """Longest allowed wait of a prompt for a cycle, in seconds."""
         prices = _PRICES[:1] if costs.drafts_late else _PRICES
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
         slots = np.append(0, np.repeat(sizes, len(prices)))
-        self._options = np.zeros((4, KINDS, len(slots)))  # slots, prices, tokens and verified, as in Plan
-        self._spread = np.zeros((2, KINDS, len(slots)))  # variance and maximum of what a request verifies
+        self._options = np.zeros((4, KINDS, len(slots)))  # rows: slots, prices, tokens and verified, as in Plan
+        self._spread = np.zeros((2, KINDS, len(slots)))  # rows: variance and maximum of what a request verifies
         self._options[0] = slots
         self._options[0, TREE:] = most * (slots > 0)  # a tree is drafted whole or not at all
         self._options[1] = np.append(0.0, np.tile(prices, len(sizes)))
@@ -66,15 +70,15 @@ class Planner:
                 self._spread[1, kind, 1:] = np.repeat(last, len(prices))
 
     def promise(self, options: Any) -> Plan:
-        """The plan that follows one option for each kind."""
+        """Return the plan that uses one option for each kind."""
         (rate,), (seconds,), (waiting,) = self._expect(np.array(options)[:, None])
         slots, *expected = self._options[:, range(KINDS), options].tolist()
         return Plan(float(rate), float(seconds), float(waiting), list(map(int, slots)), *expected)
 
     def best(self) -> Plan:
-        """The best plan that drafts and does not keep prompts waiting too long; the plain one if there is none.
+        """Return the best plan that drafts and does not keep prompts waiting too long; the plain one if there is none.
 
-        Timing takes long, so passes that are larger than any so far are timed only if they look best.
+        Timing takes long, so passes larger than any so far are timed only if they look best.
         """
         while True:
             plan = self.promise(self._search())
@@ -84,7 +88,8 @@ class Planner:
                 return plan
 
     def _search(self) -> Any:
-        """The options of the best plan that drafts: first one for all kinds, then the best pair for every two kinds in turn.
+        """Return the options of the best plan that drafts: first one for all kinds, then the best pair for every two kinds in
+        turn.
 
         Drafting may pay for two kinds together and for neither alone. With one or two kinds no plan is better.
         """
@@ -99,12 +104,13 @@ class Planner:
         return chosen
 
     def _best_of(self, plans: Any) -> Any:
-        """The best of ``plans [kinds, plans]`` that draft and keep no prompt waiting too long; the first one if there is none."""
+        """Return the best of ``plans [kinds, plans]`` that draft and keep no prompt waiting too long; the first one if there
+        is none."""
         rates, _, waiting = self._expect(plans)
         return plans[:, (rates * plans.any(axis=0) * (waiting <= self.most_seconds)).argmax()]
 
     def _worthy(self, kind: int) -> Any:
-        """A kind's options: plain, and those that no other draft beats or equals in tokens and in all that they cost."""
+        """Return a kind's options: plain, and those that no other draft beats or equals in tokens and in all costs."""
         slots, prices, tokens, verified = self._options[:, kind]
         costs = np.stack([slots, prices > 0, verified, *self._spread[:, kind], -tokens])
         beaten = (costs[:, :, None] <= costs[:, None]).all(axis=0)  # [by, option]
@@ -113,7 +119,7 @@ class Planner:
         return np.flatnonzero(~beaten.any(axis=0))
 
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rate, seconds and waiting of plans ``[plans]`` that follow ``options [kinds, plans]``."""
+        """Return rate, seconds and waiting of plans ``[plans]`` with ``options [kinds, plans]``."""
         kinds = np.arange(KINDS)[:, None]
         slots, prices, tokens, verified = self._options[:, kinds, options]
         usual, drafting = self._counts @ verified, self._drafting(self._counts @ slots, self._counts @ (slots > 0))
@@ -128,11 +134,11 @@ class Planner:
         return rates, seconds, self._costs.waiting(drafting, passing) * uneven
 
     def _drafting(self, slots: FloatArray, requests: FloatArray) -> FloatArray:
-        """Seconds to draft ``slots`` for ``requests``."""
+        """Return the seconds to draft ``slots`` for ``requests``."""
         return self._costs.draft.expected(slots + requests, requests) * (requests > 0) if slots.any() else 0.0 * slots
 
     def room(self, plan: Plan) -> int:
-        """How many tokens a cycle may verify beyond those of a plan."""
+        """Return how many tokens a cycle may verify beyond those of a plan."""
         if self.most_seconds == np.inf:
             return self._total * MOST_FOUND
         left = max(0.0, self.most_seconds - plan.waiting)
@@ -141,9 +147,10 @@ class Planner:
         return int(np.searchsorted(passes, passes[0] + left, side="right")) - 1
 
     def copying(self, plan: Plan) -> tuple[float, list[float]]:
-        """The cost of verifying a token that was copied from the text, and by kind the worth at which a copy replaces a draft.
+        """Return the cost of verifying one prompt-lookup token, and by kind the gain above which prompt lookup replaces a
+        draft.
 
-        Both are logarithms of tokens: a cycle that is longer by 1 % makes every request slower by 1 %.
+        Both values are in log-tokens, so gains in tokens and losses in time can be subtracted.
         """
         slots, tokens = np.array(plan.slots), self._total + self._counts @ plan.verified + np.array((0.0, MOST_FOUND))
         self._costs.target.time(tokens[1])
@@ -155,12 +162,13 @@ class Planner:
 
 
 def most_seconds(costs: Costs, requests: int) -> float:
-    """How long a prompt may wait for a cycle of ``requests``."""
+    """Return how long a prompt may wait for a cycle of ``requests``."""
     return costs.arrivals.most_seconds(costs.target(requests, requests))
 
 
 def fitting(costs: Costs, requests: int, most: int) -> int:
-    """Tokens, at most ``most``, that each of ``requests`` may draft and verify without keeping a prompt waiting too long."""
+    """Return how many tokens, at most ``most``, each of ``requests`` may draft and verify without keeping a prompt waiting too
+    long."""
     bound = most_seconds(costs, requests)
     costs.draft.time(requests)
     if bound == np.inf or most == 0:

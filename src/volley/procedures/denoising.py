@@ -1,8 +1,8 @@
-"""Diffusion language models: a canvas is denoised in some passes, then its tokens are computed once more as text.
+"""Decode with diffusion language models: denoise a canvas in several passes, then compute its tokens' K/V as text.
 
-The tokens of a finished canvas come out at once. Their K/V are still missing, so the request reads them: committing a block,
-reading a prompt and reading again after a preemption are the same work. The next canvas is denoised in the pass that reads the
-last known token, so s steps of denoising cost s passes.
+The tokens of a finished canvas are emitted together. Their K/V are still missing, so the request reads them: committing a
+block, reading a prompt and reading again after a preemption are one operation. The next canvas is denoised in the pass that
+reads the last known token, so s denoising steps cost s passes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Works = Sequence[Work[Request]]
 
 
 def diffusion_of(request: Request) -> DiffusionParams:
-    """The diffusion settings of a request; every field that its model needs is filled in."""
+    """Return the diffusion settings of a request; every field that its model needs is filled in."""
     assert request.params.diffusion is not None
     return request.params.diffusion
 
@@ -53,7 +53,7 @@ class Denoising(Procedure):
         if request.remaining == 0:
             length = canvas_length(request.params)
             raise InputError(
-                f"no canvas of {length} fits behind the prompt of {request.num_prompt} tokens, in the context "
+                f"no canvas of {length} fits after the prompt of {request.num_prompt} tokens, in the context "
                 "or the pages; shorten the prompt, use a smaller canvas_length, or raise num_pages",
                 field="diffusion.canvas_length",
             )
@@ -73,21 +73,23 @@ class Denoising(Procedure):
             )
 
     def _or(self, *modes: DiffusionMode) -> str:
-        """The end of a remedy: other modes, which every model of a family has."""
+        """Return the end of a remedy: other modes, which every model of a family has."""
         named = " or ".join(f"mode={mode!r}" for mode in modes)
         return f", or use {named} among the diffusion settings"
 
     def prefill_end(self, request: Request) -> int:
-        """All tokens. Aligned models read whole blocks only; the rest of the prompt stands revealed on the canvas."""
+        """Return the number of positions to compute before the canvas. Aligned models read whole blocks; the rest of the
+        prompt is given on the canvas."""
         length = canvas_length(request.params) if self.family.is_aligned else 1
         return request.length // length * length
 
     def matchable(self, request: Request) -> int:
-        """The last token of a prompt may come from the cache too, unless its logits predict the first slot of the canvas."""
+        """Return how many tokens may come from the prefix cache. The last one must be computed if its logits predict the
+        canvas's first slot."""
         return self.prefill_end(request) - self._awaits_first(request)
 
     def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
-        """The end of the canvas that has the last token: the answer may end inside."""
+        """Return the end of the canvas that holds the last token; the answer may end inside it."""
         length = canvas_length(params)
         first = num_prompt // length * length if self.family.is_aligned else num_prompt
         return first + -(-(max_length - first) // length) * length
@@ -98,15 +100,16 @@ class Denoising(Procedure):
         return max(num_prompt, first + (context_length - first) // length * length)
 
     def _is_causal(self, params: SamplingParams) -> bool:
-        """Whether K/V of finished text are those of a causal pass."""
+        """Return True if the K/V of finished text equal those of a causal pass."""
         return self.family.has_causal_context or canvas_length(params) == 1
 
     def is_followed(self, params: SamplingParams) -> bool:
-        """No drafter serves a canvas. Causal K/V are shared with requests that one serves."""
+        """Return True if the K/V are causal, because requests with a drafter may share them. No drafter drafts for a canvas."""
         return self._is_causal(params)
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
-        """K/V made bidirectionally depend on the block length, and pages can be shared only if they end where blocks do."""
+        """Return the root of page hashes. Bidirectional K/V depend on the block length, and pages can be shared only if they
+        end where blocks do."""
         if self._is_causal(params):
             return b""
         length = canvas_length(params)
@@ -114,7 +117,8 @@ class Denoising(Procedure):
 
     # -- what a pass does ----------------------------------------------------------------------------------------------
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        """Bidirectional blocks are never divided. The canvas follows behind the last token, in the same pass."""
+        """Make the work that reads more text. Bidirectional blocks are never divided. The canvas follows the last token, in
+        the same pass."""
         left = self.prefill_end(request) - request.computed
         if not self.family.has_causal_context:
             length = canvas_length(request.params)
@@ -130,7 +134,7 @@ class Denoising(Procedure):
         return Work(request, self._open(request), Kind.DENOISE, 0)
 
     def _awaits_first(self, request: Request) -> bool:
-        """Whether the block before the canvas has still to predict the token of its first slot."""
+        """Return True if the block before the canvas still has to predict the token of the canvas's first slot."""
         is_given = request.length > self.prefill_end(request)
         return self.family.is_shifted and request.canvas is None and not is_given
 
@@ -150,11 +154,12 @@ class Denoising(Procedure):
         return (Edit if is_edited else Reveal)(self.family.mask_token_id)
 
     def settings(self, request: Request) -> DiffusionParams:
-        """The settings of the passes over the request's canvas."""
+        """Return the settings of the passes over the request's canvas."""
         return diffusion_of(request)
 
     def noise(self, request: Request) -> CanvasNoise:
-        """A canvas of one mask is drawn as any token that is written alone."""
+        """Return the noise of the request's canvas. A canvas of one mask uses the noise of its position, like any single
+        token."""
         if self.family.mask_token_id is not None and canvas_length(request.params) == 1:
             return CoupledNoise(request.noise.seed)
         return request.noise
@@ -175,7 +180,7 @@ class Denoising(Procedure):
         return tokens, Segment(request.table, request.computed, size + canvas, groups=groups, feedback=feedback)
 
     def told(self, canvas: Canvas) -> Tensor | None:
-        """The last prediction ``[L, H]`` for a model with self-conditioning, zeros in the first pass; ``None`` for others."""
+        """Return the self-conditioning input ``[L, H]``, zeros in the first pass; ``None`` for a model without it."""
         if not self.target.takes_feedback:
             return None
         if canvas.feedback is None:
@@ -235,7 +240,7 @@ class Denoising(Procedure):
         self._tell([look.canvas for members in looks.values() for _, _, look in members])
 
     def _tell(self, canvases: Sequence[Canvas]) -> None:
-        """Turn what was predicted into what a model with self-conditioning is told in the next pass."""
+        """Turn predicted logits into the self-conditioning input of the next pass."""
         predicted = [(canvas, canvas.predicted) for canvas in canvases if canvas.predicted is not None]
         if not predicted:
             return
@@ -255,7 +260,7 @@ class Denoising(Procedure):
             _note_logprobs(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
 
     def _finish(self, work: Work[Request]) -> None:
-        """Put out the tokens of a canvas that is done or has all of the answer. None of its K/V stay."""
+        """Emit the tokens of a canvas that is done or holds the rest of the answer. None of its K/V are kept."""
         request, canvas = work.request, work.request.canvas
         assert canvas is not None
         known = request.length - canvas.start
@@ -266,7 +271,8 @@ class Denoising(Procedure):
             request.canvas = None
 
     def _settled_end(self, request: Request, known: int) -> int:
-        """How many slots of a canvas with masks the answer ends with, if all of them are revealed, and so stay; else 0."""
+        """Return the number of slots of a masked canvas up to the answer's end, if all of them are revealed and so final; else
+        0."""
         canvas = request.canvas
         assert canvas is not None
         if self.family.mask_token_id is None or diffusion_of(request).strategy == "editing":
@@ -278,13 +284,13 @@ class Denoising(Procedure):
 
 
 def are_finite(each: Sequence[Tensor]) -> list[bool]:
-    """Whether every row of logits ``[L, V]`` has a finite maximum. That of a row with a NaN is NaN."""
+    """Return for each of the logits ``[L, V]`` if every row has a finite maximum. The maximum of a row with a NaN is NaN."""
     found: list[bool] = torch.stack([logits.amax(dim=-1).isfinite().all() for logits in each]).tolist()
     return found
 
 
 def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:
-    """Note log-probabilities of the tokens in ``slots``, under the model's unmodified logits ``rows [L, V]`` of that pass."""
+    """Record log-probabilities of the tokens in ``slots``, under the model's unmodified logits ``rows [L, V]`` of that pass."""
     length = len(canvas)
     canvas.logprobs = canvas.logprobs or [0.0] * length
     canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]

@@ -1,9 +1,9 @@
-"""Decoding token by token with a model whose row i predicts token i: the next token is asked for by a mask at its place.
+"""Decode token by token with a model whose row i predicts token i: a mask in the next position asks for the next token.
 
-A pass over the last known token and a mask behind it chooses one token, as canvases of one token do. A draft is verified in one
-pass, as a tree (S2D2, arXiv 2603.25702): the last known token and the draft are a chain, and behind each of them stands a mask,
-which sees what is before it and itself. So a draft of k tokens takes 2 (k + 1) rows. The masks come last, so their K/V lie behind
-those of the chain and are overwritten by the next pass.
+A pass over the last known token and a mask after it chooses one token, like a canvas of one token. A draft is verified in one
+pass, as a tree (S2D2, arXiv 2603.25702). The last known token and the draft are a chain, and each of them is followed by a
+mask, which sees what is before it and itself. So a draft of k tokens takes 2 (k + 1) rows. The masks come last, so their K/V
+are behind those of the chain and are overwritten by the next pass.
 """
 
 from collections.abc import Sequence
@@ -37,18 +37,18 @@ class InPlace(Speculative):
             )
 
     def view(self, request: Request, largest: int) -> View | None:
-        """No drafter serves such a model."""
+        """Return ``None``: no drafter works with such a model."""
         return None
 
     def num_beside(self, num_drafted: int) -> int:
         return 2 * num_drafted + 1
 
     def most_drafted(self, request: Request) -> int:
-        """The masks need slots of the pool, too."""
+        """Return the longest draft. The masks need slots of the pool, too."""
         return min(super().most_drafted(request), (request.room - request.computed) // 2 - 1)
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        """The first token is asked for in the pass that reads the end of the prompt."""
+        """Make the work that reads a prompt chunk. The pass that reads the end of the prompt also asks for the first token."""
         emits = request.computed + num_tokens == request.length and request.remaining > 0
         return Work(request, self._ask(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
 
@@ -69,7 +69,7 @@ class InPlace(Speculative):
         return tokens + masks, Segment(segment.table, segment.start, count + len(masks), parents=parents)
 
     def carry(self, segment: Segment, canvas: int) -> Segment:
-        """The canvas follows the end of the chain, and sees no mask but its own."""
+        """Append a canvas to the end of the chain. It sees no mask but its own."""
         assert segment.parents is not None, "a canvas rides behind a draft"
         parents = (*segment.parents, segment.parents[-1], *range(segment.length, segment.length + canvas - 1))
         return replace(segment, length=segment.length + canvas, parents=parents, canvas=canvas)
@@ -78,5 +78,5 @@ class InPlace(Speculative):
         return [*token_ids, self.mask_token_id]
 
     def choosable(self, logits: Tensor) -> Tensor:
-        """The mask is never chosen."""
+        """Return ``logits`` in which the mask has no chance."""
         return without(logits, self.mask_token_id)

@@ -1,4 +1,4 @@
-"""Chooses the procedure that answers a request, among those that its model allows."""
+"""Choose the decoding method of a request, among those that its model allows."""
 
 from dataclasses import replace
 
@@ -16,20 +16,20 @@ from volley.procedures.speculative import Speculative
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 
 _MASK_DEFAULTS = DiffusionParams(threshold=0.9, edit_threshold=0.9, entropy_bound=0.35)
-"""What the strategies of mask tokens read, where a family does not say: it names what its own strategy reads."""
+"""Values that the strategies of masked models read if a family gives none. A family gives those of its own strategy."""
 
 
 class Procedures:
-    """The procedures of one target: one, or one for each mode of a diffusion language model."""
+    """Decoding methods of one target: one, or one for each mode of a diffusion language model."""
 
     def __init__(self, target: Target, speculative: Speculative, max_batch_tokens: int | None = None) -> None:
-        """``max_batch_tokens`` a pass may have, and so a canvas; ``None``: any number."""
+        """Make the methods. ``max_batch_tokens`` limits a pass, and so a canvas; ``None``: no limit."""
         self.target, self.speculative, self.max_batch_tokens = target, speculative, max_batch_tokens
         self.by_mode: dict[DiffusionMode, Procedure] = {}
         self.plain = speculative
-        """What writes token by token; the engine's own if nothing does."""
+        """Method that writes token by token; the engine's own if the model cannot."""
         self.default_mode: DiffusionMode = "diffusion"
-        """The mode of requests that name none."""
+        """Mode of requests that name none."""
         if target.diffusion is not None:
             if target.recurrent:
                 raise UnsupportedModelError(
@@ -45,24 +45,25 @@ class Procedures:
                 self.by_mode["self"] = SelfSpeculative(target, target.diffusion, verifier)
 
     def _verifier(self, family: BlockDiffusion) -> Speculative | None:
-        """What writes token by token with a model of this family; ``None`` if nothing does."""
+        """Return the method that writes token by token with a model of this family; ``None`` if none can."""
         if family.writes_causally:
             return self.speculative
         return None if family.mask_token_id is None else InPlace(self.speculative.config, family.mask_token_id)
 
     def mode(self, params: SamplingParams) -> DiffusionMode:
-        """How a request with these parameters is answered."""
+        """Return the mode of a request with these parameters."""
         if self.target.diffusion is None:
             return "autoregressive"
         return (params.diffusion and params.diffusion.mode) or self.default_mode
 
     def write_causally(self) -> None:
-        """Answer requests that name no mode as drafters serve them, token by token, if the model writes so."""
+        """Use token-by-token decoding for requests that name no mode, if the model supports it, because drafters need it."""
         if self.target.diffusion is not None and self.target.diffusion.writes_causally:
             self.default_mode = "autoregressive"
 
     def choose(self, params: SamplingParams) -> tuple[Procedure, SamplingParams]:
-        """The procedure of a request, and its parameters with all diffusion settings filled in but those that are measured."""
+        """Return the decoding method of a request, and its parameters with all diffusion settings filled in except measured
+        ones."""
         family = self.target.diffusion
         if family is None:
             if params.diffusion is not None:
@@ -92,16 +93,16 @@ class Procedures:
             raise ConfigError(told, field=field)
 
     def use_costs(self, costs: PassCost) -> None:
-        """Use this cost table of the target's passes; what was learnt with an earlier one is forgotten."""
+        """Use ``costs`` as the cost table of target passes; what was learnt with an earlier one is dropped."""
         drafting = self.by_mode.get("self")
         if isinstance(drafting, SelfSpeculative):
             drafting.steps = DraftSteps(costs, plain=1 + drafting.verifier.num_beside(0))
 
 
 def _usual(family: BlockDiffusion, mode: DiffusionMode) -> DiffusionParams:
-    """What requests of a mode get that say nothing.
+    """Return the default settings of a mode.
 
-    A config's strategy and passes are those of drafts if its mode is self, else those of texts.
+    A config's strategy and steps apply to drafts if its mode is self, else to texts.
     """
     said, defaults = family.own, family.defaults
     if family.mask_token_id is not None:

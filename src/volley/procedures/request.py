@@ -1,4 +1,4 @@
-"""A request, from arrival to result, and its procedure: how it turns passes of the target into tokens."""
+"""Define a request, from arrival to result, and its decoding method, which turns target passes into tokens."""
 
 import time
 from abc import ABC, abstractmethod
@@ -31,71 +31,72 @@ from volley.types import (
 
 
 class Procedure(ABC):
-    """One object serves all requests that decode by it. Whatever belongs to one request is kept in the request."""
+    """Base class of decoding methods. One object serves all requests that use it; the state of a request is in the request."""
 
     reads_late = False
-    """Whether :meth:`absorb` accepts drafts that the host has not read (``decode/late.py``)."""
+    """True if :meth:`absorb` accepts drafts that are still on the device (``decode/late.py``)."""
 
     def check(self, request: "Request") -> None:
-        """Raise an error for a new request whose parameters it cannot honour."""
+        """Raise an error for a new request whose parameters are not supported."""
 
     def prefill_end(self, request: "Request") -> int:
-        """Positions to compute before decoding: the prompt, or after a preemption everything but the anchor."""
+        """Return the number of positions to compute before decoding: the prompt, or after a preemption everything but the
+        anchor."""
         return request.num_prompt if request.num_output == 0 else request.length - 1
 
     def matchable(self, request: "Request") -> int:
-        """How many of the first tokens the prefix cache may give: all but the last, whose logits are needed."""
+        """Return how many of the first tokens may come from the prefix cache: all but the last, whose logits are needed."""
         return request.length - 1
 
     def most_tokens(self, num_prompt: int, context_length: int, params: SamplingParams) -> int:
-        """How long a request may become, prompt included, where ``context_length`` tokens have room."""
+        """Return how long a request may become, prompt included, if ``context_length`` tokens fit."""
         return context_length
 
     def reach(self, num_prompt: int, max_length: int, params: SamplingParams) -> int:
-        """The positions that a request of ``max_length`` tokens needs."""
+        """Return the number of positions that a request of ``max_length`` tokens needs."""
         return max_length
 
     def is_followed(self, params: SamplingParams) -> bool:
-        """Whether a drafter keeps up with the text, for this request or for others that share its pages."""
+        """Return True if draft K/V are made for the text, for this request or for others that share its pages."""
         return True
 
     def prefix_root(self, params: SamplingParams, page_size: int) -> bytes | None:
-        """The root of the request's page hashes: pages are shared among requests with one root, and never if it is ``None``."""
+        """Return the root of the request's page hashes. Requests with one root share pages; with ``None`` no pages are shared."""
         return b""
 
     def view(self, request: "Request", largest: int) -> View | None:
-        """What the policy sees, with blocks of at most ``largest``; ``None`` if nothing is drafted for this request."""
+        """Return the policy's view, with blocks of at most ``largest``; ``None`` if nothing is drafted for this request."""
         return None
 
     def read(self, request: "Request", num_tokens: int) -> Work["Request"]:
-        """The work that computes the next ``num_tokens`` of a prompt, or of tokens whose K/V a preemption dropped."""
+        """Make the work that computes the next ``num_tokens`` of a prompt, or of tokens whose K/V a preemption dropped."""
         view = self.view(request, 1)
         ask = NO_DRAFT if view is None else view.draft(0)
         return Work(request, ask, Kind.PREFILL, num_tokens)
 
     @abstractmethod
     def next_work(self, request: "Request", ask: Ask) -> Work["Request"]:
-        """The work of a request that has been read; ``ask`` is the policy's decision about its view."""
+        """Make the work of a request that has been read; ``ask`` is the policy's decision about its view."""
 
     @abstractmethod
     def segment(self, work: Work["Request"]) -> tuple[list[int], Segment]:
-        """The tokens that the target computes for a work, and their places."""
+        """Return the tokens that the target computes for a work, and their segment."""
 
     @abstractmethod
     def num_rows(self, work: Work["Request"]) -> int:
-        """How many of the segment's last tokens need logits."""
+        """Return how many of the segment's last tokens need logits."""
 
     @abstractmethod
     def absorb(self, works: Sequence[Work["Request"]], logits: Tensor) -> None:
-        """Fill in the verdict of every work from its rows of ``logits [R, V]``: which tokens come out, which K/V stay."""
+        """Fill in the verdict of every work from its rows of ``logits [R, V]``: tokens to emit and K/V to keep."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """One prompt being answered.
 
-    ``token_ids`` is prompt and output; K/V exist for positions ``[0, computed)``, of both models. Outside a step,
-    a request that is decoding has ``computed == len(token_ids) - 1``: its last token is the anchor of the next cycle.
+    ``token_ids`` holds prompt and output. K/V of both models exist for positions ``[0, computed)``. Outside a step, a request
+    that is decoding has ``computed == len(token_ids) - 1``: its last token is the anchor of the next cycle.
     """
 
     request_id: int
@@ -103,49 +104,49 @@ class Request:
     params: SamplingParams
     noise: PositionNoise
     max_length: int
-    """Tokens, prompt included, at which the request ends for length."""
+    """Number of tokens, prompt included, at which the request ends for length."""
     stop_token_ids: frozenset[int]
     detokenizer: Detokenizer
     table: BlockTable
     draft_table: BlockTable
-    """The drafter's pages: the same table, or a ring of its own under a draft window."""
+    """Drafter's pages: the same table, or a separate ring under a draft window."""
     procedure: Procedure
     room: int
-    """Slots of the pool, all of which it may have for a while."""
+    """Number of slots in the pool, which is also the most that this request can use."""
     stops: StopFinder = field(default_factory=lambda: StopFinder((), {}))
-    """Looks for its stop strings."""
+    """Finder of its stop strings."""
     rules: tuple[TokenRule, ...] = ()
-    """What changes its logits: penalties, biases, a grammar, rules of the caller."""
+    """Logits processors: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
-    """The target's features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
+    """Target features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
     rests: bool = False
-    """Whether the drafter does not keep up with the text: nothing will be drafted, or nothing that shares its pages."""
+    """True if drafting is suspended: no draft K/V are made for its tokens."""
     drafts_from: int = 0
-    """The length at which drafts begin again after a rest."""
+    """Length at which drafting begins again after a suspension."""
     plain_at: int = -1
-    """The length at which the next token is computed without a draft, which may have spoilt the pass before."""
+    """Length at which the next token is computed without a draft, because a draft may have made the last pass non-finite."""
     adapter: Adapter | None = None
-    """The adapter that drafts for this request; ``None``: the drafter itself."""
+    """Adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""
-    """The parent of the first page's hash (:meth:`Procedure.prefix_root`); ``None``: its pages are not shared."""
+    """Parent of the first page's hash (:meth:`Procedure.prefix_root`); ``None``: its pages are not shared."""
     after: "Request | None" = None
-    """A request with the same prompt: this one waits until it has been read, and then shares its pages."""
+    """Request with the same prompt. This one waits until that prompt has been read, and then shares its pages."""
     num_prompt: int = 0
     computed: int = 0
     canvas: Canvas | None = None
-    """The canvas that a diffusion language model is denoising; a preemption does not drop it."""
+    """Canvas that a diffusion language model is denoising; a preemption does not drop it."""
     shown: tuple[int, int] = (0, 0)
-    """Start and number of passes of the canvas when it was last looked at for a draft."""
+    """Start and step of the canvas when its draft was last streamed."""
     drafted: tuple[str, list[int | None]] = ("", [])
-    """Text and tokens of the draft that stands in the stream."""
+    """Text and tokens of the draft that was streamed last."""
     denoised_at: int = 0
-    """The scheduler's step in which its canvas was last denoised or committed."""
+    """Scheduler step in which its canvas was last denoised or committed."""
     lookup: Lookup = field(default_factory=Lookup)
     foreseen: int = 0
-    """The noise of positions before this one may have been used by a draft."""
+    """Position before which a draft may have used the target's noise."""
     page_hashes: list[bytes] = field(default_factory=list)
     text: str = ""
-    """Of the tokens that :meth:`write` has been over."""
+    """Text of the tokens that :meth:`write` has processed."""
     emitted_text: int = 0
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -154,15 +155,15 @@ class Request:
     prompt_ranks: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
-    """What was raised while its tokens or its text were taken."""
+    """Exception raised while its tokens or its text were processed."""
     failure: NonFiniteError | None = None
-    """Why it ended with ``finish_reason`` "error"."""
+    """Reason why it ended with ``finish_reason`` "error"."""
     stats: GenerationStats = field(default_factory=GenerationStats)
     chunks: list[TextChunk] = field(default_factory=list)
     unwritten: list[tuple[int, bool]] = field(default_factory=list)
-    """Tokens of the output without text so far, and whether each comes from a draft."""
+    """Output tokens without text so far, each with True if it comes from a draft."""
     is_streamed: bool = True
-    """Whether somebody may take its chunks. Otherwise there are none, and the tokens of a step become text together."""
+    """True if its chunks may be taken. Otherwise no chunks are made, and the tokens of a step become text together."""
     arrived: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -182,12 +183,12 @@ class Request:
 
     @property
     def prefill_end(self) -> int:
-        """Positions to compute before decoding."""
+        """Number of positions to compute before decoding."""
         return self.procedure.prefill_end(self)
 
     @property
     def first_unscored(self) -> int | None:
-        """The first position whose logits are still needed for the prompt's log-probabilities; ``None`` if there is none."""
+        """First position whose logits are still needed for the prompt's log-probabilities; ``None`` if there is none."""
         scored = len(self.prompt_logprobs)
         return scored if self.params.prompt_logprobs is not None and scored < self.num_prompt - 1 else None
 
@@ -197,13 +198,13 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens the request may still emit."""
+        """Number of tokens that the request may still emit."""
         return self.max_length - len(self.token_ids)
 
     def find(self, most: int) -> tuple[list[int], list[float]]:
-        """At most ``most`` tokens that may come next, found without a model, and the confidence of each.
+        """Return at most ``most`` tokens that may come next, found without a model, and the confidence of each.
 
-        First come the tokens that a grammar forces, then what followed such tokens in the text.
+        The tokens that a grammar forces come first, then what followed these tokens in the text (prompt lookup).
         """
         if not self.rules:
             copied, agreed = self.lookup.find(self.token_ids, most)
@@ -216,13 +217,13 @@ class Request:
 
     @property
     def is_torn(self) -> bool:
-        """Whether an error came while its tokens were taken."""
+        """True if an error came while its tokens were taken."""
         return self.stats.output_tokens != self.num_output
 
     def append(self, token_ids: list[int], num_from_draft: int) -> int:
-        """Take the tokens of one cycle until the request ends; returns how many were taken.
+        """Take the tokens of one cycle until the request ends; return how many were taken.
 
-        Their text is made by :meth:`write`, and here only where a stop string may end the request.
+        :meth:`write` makes their text. It is called here only if a stop string may end the request.
         """
         room, rules, has_stop = self.remaining, self.rules, bool(self.params.stop)
         for taken, token in enumerate(token_ids, start=1):
@@ -241,7 +242,7 @@ class Request:
         return taken
 
     def fail(self) -> None:
-        """End it, because the target computes no finite numbers for the next token."""
+        """End the request, because the target's logits for the next token are not finite."""
         self.finish_reason = "error"
         self.failure = NonFiniteError(
             f"the target's logits behind {self.length} tokens are not finite (NaN or infinite), so the request ended; look "
@@ -267,7 +268,7 @@ class Request:
             del self.unwritten[0]
 
     def _write_together(self) -> None:
-        """The same without chunks, where no stop string is looked for."""
+        """Make the text of all such tokens at once, without chunks and without stop strings."""
         tokens = [token for token, _ in self.unwritten]
         is_last = self.finish_reason in ("stop", "length")
         if tokens and tokens[-1] in self.stop_token_ids:
@@ -277,28 +278,29 @@ class Request:
         self.unwritten.clear()
 
     def _emit(self, token: int, *, from_draft: bool) -> None:
-        """Release text, but hold back an end that may be the beginning of a stop string."""
+        """Emit text, but hold back an end that may begin a stop string."""
         ready = self.stops.ready(self.text) if self.finish_reason is None else len(self.text)
         piece = self.text[self.emitted_text : ready]
         self.emitted_text = max(self.emitted_text, ready)
         self.chunks.append(TextChunk(piece, [token], from_draft))
 
     def take_chunks(self) -> list[TextChunk]:
-        """What there is to stream since they were last taken."""
+        """Return the chunks since the last call, with the canvas draft if it is streamed."""
         self.write()
         chunks, self.chunks = self.chunks, []
         draft = self.take_draft()
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
 
     def take_draft(self) -> CanvasDraft | None:
-        """What of the canvas belongs to the answer, if the request streams drafts. ``None`` if no pass has changed it."""
+        """Return the part of the canvas that belongs to the answer, if the request streams drafts. ``None`` if no pass has
+        changed it."""
         canvas, own = self.canvas, self.params.diffusion
         if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
             return None
         now = (canvas.start, canvas.step)
         if canvas.step == 0 or now == self.shown:
             return None
-        if canvas.start != self.shown[0]:  # text has taken the place of the one before
+        if canvas.start != self.shown[0]:  # text has replaced the last draft
             self.drafted = ("", [])
         self.shown = now
         self.write()
@@ -306,13 +308,13 @@ class Request:
         ends = [place for place, token in enumerate(tokens) if token in self.stop_token_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         text = self.text[self.emitted_text :] + self.detokenizer.peek(tokens, MASKED)
-        if (text, tokens) == self.drafted:  # the pass changed what is behind the end of the answer, or nothing
+        if (text, tokens) == self.drafted:  # the answer's part of the canvas did not change
             return None
         self.drafted = (text, tokens)
         return CanvasDraft(canvas.step, text, tokens)
 
     def result(self) -> GenerationResult:
-        """Raises the error that ended the request, if one did."""
+        """Return the result. Raises the error that ended the request, if there was one."""
         if self.error is not None:
             raise self.error
         assert self.finish_reason is not None

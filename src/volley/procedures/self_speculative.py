@@ -1,10 +1,11 @@
-"""Self-speculation: a diffusion language model drafts a canvas and verifies it causally, with the same weights and K/V.
+"""Decode by self-speculation: a diffusion language model drafts a canvas and verifies it causally, with the same weights and
+K/V.
 
-It is lossless with respect to the autoregressive mode of these weights, whatever the canvas holds. Greedy requests compare the
-draft with the best token, sampled ones with the token that the model draws with the noise of the position. The canvas is drawn
+Output is that of the autoregressive mode of these weights, whatever the canvas holds. Greedy requests compare the draft with
+the most likely token, sampled ones with the token that the model draws with the noise of the position. The canvas is drawn
 with that noise, too.
 
-The number of passes over a draft is measured (``policies/draft_steps.py``), unless a request sets it.
+The number of denoising passes over a draft is chosen by measurement (``policies/draft_steps.py``), unless a request sets it.
 """
 
 from collections.abc import Sequence
@@ -26,29 +27,29 @@ from volley.types import DiffusionParams, Proposal, SamplingParams
 
 @dataclass(slots=True)
 class SelfCheck(Work[Request]):
-    """A pass that verifies a draft."""
+    """A work that verifies a draft of self-speculation."""
 
     steps: int = 0
-    """Passes that the draft had, if :class:`DraftSteps` chose their number; 0: nothing is learnt from this work."""
+    """Number of passes over the draft, if :class:`DraftSteps` chose it; 0: nothing is learnt from this work."""
     alone: int = 0
-    """How many of them denoised this draft and did nothing else."""
+    """Number of these passes that only denoised this draft."""
     confidence: list[float] = field(default_factory=list)
-    """The probability of each token of the draft."""
+    """Probability of each token of the draft."""
 
 
 class SelfSpeculative(Denoising):
-    """A canvas begins at the anchor, which is given; its other slots are the draft."""
+    """Decoding method whose canvas begins at the anchor, which is given; the other slots are the draft."""
 
     def __init__(
         self, target: Target, family: BlockDiffusion, verifier: Speculative, steps: DraftSteps | None = None
     ) -> None:
-        """``steps`` chooses the passes over a draft; without it there is one."""
+        """Decode with ``verifier``. ``steps`` chooses the passes over a draft; without it there is one."""
         super().__init__(target, family)
         self.verifier, self.steps = verifier, steps
         self._at_once = 1  # requests in the last pass
 
     def check(self, request: Request) -> None:
-        """Everything that plain decoding takes is accepted: the verifier follows the text token by token."""
+        """Accept everything that plain decoding accepts, because the verifier decodes token by token."""
         self.verifier.check(request)
 
     def prefill_end(self, request: Request) -> int:
@@ -75,9 +76,7 @@ class SelfSpeculative(Denoising):
         size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
         rule, canvas = coupled_rule(request), request.canvas
         is_plain = request.length == request.plain_at
-        if is_plain or (
-            canvas is not None and canvas.start != request.computed
-        ):  # the draft before it was not verified
+        if is_plain or (canvas is not None and canvas.start != request.computed):  # its draft was not verified
             canvas = request.canvas = None
         if canvas is None and size > 0 and not is_plain:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
@@ -99,7 +98,7 @@ class SelfSpeculative(Denoising):
         return work
 
     def _begin(self, request: Request, start: int, given: Sequence[int]) -> Canvas | None:
-        """A canvas and the passes it gets; ``None`` where drafting does not pay."""
+        """Make a canvas and choose its number of passes; return ``None`` if drafting does not pay."""
         steps, length = diffusion_of(request).max_steps, canvas_length(request.params)
         if steps is None:
             is_greedy = coupled_rule(request) is Rule.GREEDY
@@ -117,7 +116,7 @@ class SelfSpeculative(Denoising):
         return self.steps.rides(confidence, verified, length, self._at_once, is_greedy=is_greedy)
 
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
-        """The canvas behind a draft that is being verified."""
+        """Make the canvas after a draft that is being verified."""
         if request.max_length - start < 3:
             return None
         canvas = self._begin(request, start, [])
@@ -126,7 +125,7 @@ class SelfSpeculative(Denoising):
         return canvas
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
-        """The canvas is cut where the answer must end."""
+        """Make a canvas that ends where the answer must end."""
         own = replace(
             diffusion_of(request), canvas_length=min(canvas_length(request.params), request.max_length - start)
         )
@@ -170,7 +169,7 @@ class SelfSpeculative(Denoising):
         self.denoise(canvases)
         for request, _ in canvases:
             request.stats.denoising_steps += 1
-            if request.canvas is None:  # a draft decides nothing: the next token is computed without one
+            if request.canvas is None:  # a draft is not final, so the next token is computed without one
                 request.plain_at = max(request.plain_at, request.length)
             else:
                 request.canvas.done |= request.canvas.step == request.canvas.max_steps
@@ -195,7 +194,7 @@ class SelfSpeculative(Denoising):
         )
 
     def _put_anchor(self, work: Work[Request]) -> None:
-        """A canvas that rode behind a draft begins with the bonus token if all of the draft was right; else it is dropped."""
+        """Let a fused canvas begin with the bonus token if the whole draft was accepted; otherwise drop it."""
         canvas, verdict = work.request.canvas, work.verdict
         if canvas is None or work.kind is not Kind.VERIFY:
             return

@@ -1,4 +1,4 @@
-"""Autoregressive decoding, plain or speculative: every request is verified by the rule that is lossless for its draft."""
+"""Decode autoregressively, plainly or speculatively. Every request is verified by the rule that is lossless for its draft."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ from volley.policies.base import View
 from volley.procedures.request import Procedure, Request
 from volley.types import Verdict
 
-_SLICE = 32  # rows of a prompt's logits that are turned into log-probabilities at once
+_SLICE = 32  # rows of a prompt's logits that become log-probabilities at once
 
 Works = Sequence[Work[Request]]
 
@@ -48,14 +48,15 @@ class Speculative(Procedure):
     reads_late = True
 
     def __init__(self, config: DecodingConfig, meanwhile: Callable[[Works, Tensor], None] | None = None) -> None:
-        """``meanwhile`` is called with the works that choose tokens, and with these on the device, before the host reads them."""
+        """Decode by ``config``. ``meanwhile`` is called with the works that choose tokens, and with the tokens on the device,
+        before the host reads them."""
         self.config, self.meanwhile = config, meanwhile
 
     def view(self, request: Request, largest: int) -> View | None:
-        """A sampled request leaves matching only behind the last position whose noise a draft has known.
+        """Return the policy's view, with the verification rule.
 
-        How far that draft was right depends on the noise, so these positions must be sampled with it; until then chains draft no
-        further.
+        If an earlier draft used the target's noise up to position p, coupled verification is kept until the text has passed p;
+        otherwise the output would be biased, because the accepted count depends on that noise. Until then chains end at p.
         """
         limit = max(0, min(largest, request.remaining) - 1)
         if request.rests or request.length < request.drafts_from or request.length == request.plain_at:
@@ -69,11 +70,11 @@ class Speculative(Procedure):
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
 
     def num_beside(self, num_drafted: int) -> int:
-        """Tokens of a pass that verifies a draft of ``num_drafted``, besides the last known token."""
+        """Return how many tokens verify a draft of ``num_drafted``, besides the last known token."""
         return num_drafted
 
     def most_drafted(self, request: Request) -> int:
-        """The longest draft that a procedure may make of its own."""
+        """Return the longest draft that a decoding method may make itself."""
         return request.remaining - 1
 
     def next_work(self, request: Request, ask: Ask) -> Work[Request]:
@@ -86,22 +87,24 @@ class Speculative(Procedure):
         return known + proposal.token_ids, Segment(request.table, request.computed, size, parents=proposal.parents)
 
     def carry(self, segment: Segment, canvas: int) -> Segment:
-        """``segment`` with a canvas of so many tokens behind its last known or drafted one."""
+        """Append a canvas of ``canvas`` tokens to ``segment``."""
         return Segment(segment.table, segment.start, segment.length + canvas, groups=(1,) * segment.length + (canvas,))
 
     def num_rows(self, work: Work[Request]) -> int:
-        """A request whose last token is computed chooses the next one; a chunk of a prompt may end before it.
+        """Return the number of rows with logits: one for the next token and one per draft token, 0 if a prompt chunk ends
+        before.
 
-        A prompt whose log-probabilities are asked for needs the rows of all its tokens besides.
+        A prompt whose log-probabilities are asked for needs the rows of all its tokens as well.
         """
         return max(_num_choosing(work), _num_scored(work))
 
     def absorb(self, works: Works, logits: Tensor) -> None:
-        """The host waits for the device once, and once more for log-probabilities of tokens that it chose in this pass.
+        """Fill in the verdicts. The host waits once for the device, and again for log-probabilities of tokens chosen in this
+        pass.
 
-        A row that is not finite may be spoilt by a draft or a canvas in the same pass: attention gives what a token does not see
-        a weight of 0, and 0 · NaN is NaN. So the tokens before are kept, and the next one is computed anew without a draft. If
-        that row is not finite either, the work is broken.
+        A draft or a canvas in the same pass may make a row non-finite: attention gives hidden tokens a weight of 0, and 0 ·
+        NaN is NaN. So the tokens before that row are kept, and the next one is computed again without a draft. If that row is
+        not finite either, the work is broken.
         """
         reading = Reading()
         reading.add_drafts(works)
@@ -109,7 +112,7 @@ class Speculative(Procedure):
             if count := _num_scored(work):
                 _score_prompt(work, logits, count, reading)
         choosing, chosen_by = [work for work in works if work.rows.stop > work.rows.start], self.choosable(logits)
-        alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are judged in one go
+        alike: dict[tuple[Any, ...], list[Work[Request]]] = {}  # works that are verified together
         for work in choosing:
             request, proposal = work.request, work.proposal
             judge, key = _judge_greedy, tuple[Any, ...]()
@@ -127,42 +130,42 @@ class Speculative(Procedure):
         _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
 
     def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens of a causal pass whose last row predicts what comes after ``token_ids``."""
+        """Return the tokens of a causal pass whose last row predicts the token after ``token_ids``."""
         return token_ids
 
     def choosable(self, logits: Tensor) -> Tensor:
-        """``logits [R, V]`` as tokens are chosen by them."""
+        """Return ``logits [R, V]`` as used for choosing tokens."""
         return logits
 
 
 def coupled_rule(request: Request) -> Rule:
-    """How drafts are verified that were made with the noise of their positions."""
+    """Return the rule for drafts that were made with the noise of their positions."""
     return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
 
 
 def _parts(works: Works, logits: Tensor) -> Iterable[Works]:
-    """Works whose distributions are made together: on a CPU those of some rows of a large vocabulary, to hold few at once."""
+    """Split works whose distributions are made together; on a CPU into few rows of a large vocabulary, to save memory."""
     if logits.device.type != "cpu":
         return [works]
     return grouped(works, lambda work: logits[work.rows])
 
 
 def _num_choosing(work: Work[Request]) -> int:
-    """How many of a work's last rows choose tokens. A prompt that is only read has one, which tells whether it is finite."""
+    """Return how many of a work's last rows choose tokens. A prompt that is only read has one, to check that it is finite."""
     is_last = work.request.computed + work.num_known == work.request.length
     return 1 + len(work.proposal.token_ids) if is_last else 0
 
 
 def _num_scored(work: Work[Request]) -> int:
-    """How many of a work's last rows are needed to score its prompt: from the first unscored position to the end."""
+    """Return how many of a work's last rows are needed to score its prompt: from the first unscored position to the end."""
     first, start = work.request.first_unscored, work.request.computed
     return 0 if first is None else max(0, start + work.num_known - max(first, start))
 
 
 def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int, reading: Reading) -> None:
-    """Note log-probabilities of the prompt once they are read, and leave the work the rows that choose tokens.
+    """Record log-probabilities of the prompt once they are read, and restrict the work's rows to those that choose tokens.
 
-    The pass bounds how many rows there are; in fp32 there are few at once.
+    A pass limits the number of rows, of which few are in fp32 at once.
     """
     request = work.request
     first = request.computed + work.num_known - num_scored
@@ -185,7 +188,7 @@ def _take_scores(work: Work[Request], num_tokens: int, values: list[float]) -> N
 
 
 def _end_at_broken_row(work: Work[Request]) -> None:
-    """Leave out the choice of a row that is not finite, and what the pass may have spoilt before it."""
+    """Drop the token of a row that is not finite, and what the pass may have made non-finite before it."""
     request, verdict = work.request, work.verdict
     if verdict.token_ids[-1:] == [NO_TOKEN]:
         work.is_cut = True
@@ -200,7 +203,7 @@ def _end_at_broken_row(work: Work[Request]) -> None:
 
 
 def _rows(works: Works, logits: Tensor) -> list[Tensor]:
-    """The rows of each work, under those rules of its request that are no constraints."""
+    """Return the rows of each work, under those rules of its request that are no constraints."""
     found = []
     for work in works:
         free = [rule for rule in work.request.rules if not isinstance(rule, Constraint)]
@@ -210,7 +213,7 @@ def _rows(works: Works, logits: Tensor) -> list[Tensor]:
 
 
 def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
-    """Keep what the target would have chosen itself."""
+    """Accept the tokens that the target would have chosen."""
     rows = _rows(works, logits)
     unruled = [work for work in works if not work.request.rules]
     together = [own for work, own in zip(works, rows, strict=True) if not work.request.rules]
@@ -219,7 +222,7 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
         _await_choices(unruled, _best(logits if is_all else torch.cat(together)), reading)
     for work, own in zip(works, rows, strict=True):
         bound = constraints(work.request.rules)
-        if bound and own.device.type != "cpu":  # where one look at all tokens costs less than a second reading
+        if bound and own.device.type != "cpu":  # there one pass over all tokens costs less than a second read
             chosen = _best(apply_rules(bound, own, paths_of(work.proposal)), logits[work.rows])
             reading.add(chosen, partial(_keep_choices, work))
         elif work.request.rules:
@@ -227,12 +230,12 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
 
 
 def _best(logits: Tensor, raw: Tensor | None = None) -> Tensor:
-    """The likeliest token ``[R]`` of each row; ``raw`` are the logits before rules changed them."""
+    """Return the most likely token ``[R]`` of each row; ``raw`` are the logits before rules changed them."""
     return if_finite(likeliest(logits), logits, raw)
 
 
 def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None:
-    """The same under constraints, which are asked about the rows of accepted tokens alone."""
+    """Accept choices under constraints, which are evaluated only for the rows of accepted tokens."""
     bound, proposal = constraints(work.request.rules), work.proposal
     if not bound:
         _keep_choices(work, choices)
@@ -249,8 +252,8 @@ def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None
 
 
 def _match(works: Works, logits: Tensor, reading: Reading) -> None:
-    """Draw the target's own tokens with the noise of their positions, which drafts may know, and keep what agrees."""
-    if logits.device.type == "cpu":  # where it pays to draw behind accepted nodes alone
+    """Draw the target's tokens with the noise of their positions, which drafts may use, and accept what agrees."""
+    if logits.device.type == "cpu":  # there it pays to draw only after accepted nodes
         for work in works:
             if work.proposal.parents is not None:
                 reading.add(logits.new_empty(0, dtype=torch.int64), partial(_walk, work, _rows([work], logits)[0]))
@@ -262,7 +265,7 @@ def _match(works: Works, logits: Tensor, reading: Reading) -> None:
 
 
 def _compare(works: Works, logits: Tensor, reading: Reading) -> None:
-    """Draw the target's own tokens and keep what agrees; a draft knows nothing of the noise, and one uniform is cheaper."""
+    """Draw the target's tokens and accept what agrees. The draft does not use the noise, so one uniform per row is enough."""
     probs = _probs(works, logits)
     _await_choices(works, if_finite(draw(probs, _uniforms(works)), probs), reading)
 
@@ -290,7 +293,7 @@ def _keep_choices(work: Work[Request], choices: list[int]) -> None:
 
 
 def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
-    """Speculative sampling for requests that sample alike, by the distributions that their drafts were drawn from."""
+    """Verify by rejection sampling, for requests with equal sampling parameters, by the distributions of their drafts."""
     probs, sizes = _probs(works, logits), [len(work.proposal.token_ids) for work in works]
     drawn_from = [work.proposal.draft_probs for work in works if work.proposal.draft_probs is not None]
     accepting = uniforms_of([(work.request.noise, work.request.length) for work in works], sizes, Purpose.ACCEPT)
@@ -304,13 +307,13 @@ def _sample(works: Works, logits: Tensor, reading: Reading) -> None:
 
 
 def _keep_first(works: Works, values: list[int]) -> None:
-    """So many tokens of each draft, and then the token behind each."""
+    """Accept the counted tokens of each draft, and then its bonus token."""
     for work, kept, bonus in zip(works, values[: len(works)], values[len(works) :], strict=True):
         work.verdict = Verdict(kept, [*work.proposal.token_ids[:kept], bonus])
 
 
 def _probs(works: Works, logits: Tensor) -> Tensor:
-    """The distributions of all rows, under the rules of each request."""
+    """Return the distributions of all rows, under the rules of each request."""
     params, rows = works[0].request.params, _rows(works, logits)
     each = [constraints(work.request.rules) for work in works]
     if not any(each):
@@ -323,18 +326,18 @@ def _probs(works: Works, logits: Tensor) -> Tensor:
 
 
 def _places(works: Works) -> list[tuple[PositionNoise, int]]:
-    """Whose noise chooses the token of each row, and at which position."""
+    """Return for each row the noise that chooses its token, and the position."""
     return [(work.request.noise, work.request.length + depth) for work in works for depth in depths_of(work.proposal)]
 
 
 def _uniforms(works: Works) -> Numbers:
-    """The uniform of each row's position."""
+    """Return the uniform of each row's position."""
     places = _places(works)
     return uniforms_of(places, [1] * len(places), Purpose.TARGET)
 
 
 def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
-    """Match a tree, and draw only behind the nodes that are reached."""
+    """Verify a tree by coupled sampling, and draw only after the nodes that are reached."""
     request, paths = work.request, paths_of(work.proposal)
     bound = constraints(request.rules)
 
@@ -348,7 +351,7 @@ def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
 
 
 def _note_logprobs(works: Works, logits: Tensor) -> None:
-    """Of the tokens chosen, under the target's unmodified distribution."""
+    """Record log-probabilities of the chosen tokens, under the target's unmodified distribution."""
     works = [work for work in works if work.verdict.token_ids]
     if not works:
         return

@@ -1,7 +1,7 @@
-"""Drafts that are written token by token, and a plain draft model: another causal LM with the target's tokenizer.
+"""Draft token by token, and draft with a plain draft model: another causal LM with the target's tokenizer.
 
-The draft model is a baseline for block drafters. It keeps K/V for the texts that it drafted for last, and compares tokens to find
-how much of them is still valid. So nobody needs to tell it which tokens were accepted, or which requests have ended.
+The draft model is a baseline for block drafters. It keeps K/V of the texts that it drafted for last, and compares tokens to
+find how much of them is still valid. So it needs no notice of accepted tokens or of requests that ended.
 """
 
 from abc import abstractmethod
@@ -36,22 +36,22 @@ class ChainProposer(Proposer):
 
     vocab_size: int
     device: torch.device
-    """Where drafts are verified."""
+    """Device on which drafts are verified."""
 
     @abstractmethod
     def open(self, works: Works) -> list[Work[Any]]:
-        """Prepare to :meth:`read` the anchors of ``works``; returns the works that there is room for."""
+        """Prepare to :meth:`read` the anchors of ``works``; return the works that fit."""
 
     @abstractmethod
     def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
-        """Read one more token of each of n requests; returns the logits ``[n, V]`` behind them."""
+        """Read one more token of each of n requests; return the logits ``[n, V]`` after them."""
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         drafted = self.open(works)
         opened = set(map(id, drafted))
         for work in works:
             if id(work) not in opened:
-                work.ask = work.ask.cut(0)  # nothing is learnt from a draft that was not made
+                work.ask = work.ask.cut(0)  # a draft that was not made must not count
         for work in (work for work in drafted if constraints(work.request.rules)):
             following = self._following(work)
             work.proposal = walk_constrained(following, work, self.device, with_confidence=with_confidence)
@@ -70,7 +70,8 @@ class ChainProposer(Proposer):
         return 0.0
 
     def _transitions(self, works: Works, sure: list[float] | None) -> Transitions:
-        """Logits after tokens, one position of each block at a time, in order; their confidences go into ``sure``, if given."""
+        """Return a function for logits after tokens, one position of each block at a time, in order. Confidences go into
+        ``sure``, if given."""
         owner = [work for work in works for _ in range(work.ask.positions)]
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class ChainProposer(Proposer):
         return after
 
     def _following(self, work: Work[Any]) -> Following:
-        """The same for the block of one work, without the rules of its request."""
+        """Return such a function for the block of one work, without the rules of its request."""
         return Following(
             lambda _, token, among: columns(self.read([work.request], [token]), among), self.vocab_size, True
         )
@@ -93,19 +94,19 @@ class ChainProposer(Proposer):
 
 @dataclass
 class _Text:
-    """What the draft model has read of one request."""
+    """Text of one request that the draft model has read."""
 
     table: BlockTable
     tokens: list[int] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
-    """Tokens between these and the anchor."""
+    """Tokens between the read ones and the anchor."""
 
 
 class AutoregressiveProposer(ChainProposer):
     """Drafts with another causal LM."""
 
     def __init__(self, model: Target, vocab_size: int, block_size: int = 8, num_tokens: int = 2**16) -> None:
-        """``vocab_size`` is the target's. There is room for K/V of ``num_tokens``."""
+        """Draft with ``model``. ``vocab_size`` is the target's; the pool holds K/V of ``num_tokens``."""
         if model.recurrent:
             raise MismatchError("the draft model has recurrent layers; give one whose layers are all attention")
         if model.vocab_size != vocab_size:
@@ -123,7 +124,7 @@ class AutoregressiveProposer(ChainProposer):
         return [work for work in works if self._open(work, works)]
 
     def _open(self, work: Work[Any], works: Works) -> bool:
-        """Prepare the text of a work's request up to its anchor; False if there is no room for it and its draft."""
+        """Prepare the text of a work's request up to its anchor; return False if it does not fit with its draft."""
         request = work.request
         needed = request.length + work.ask.positions
         if needed > self.model.context_length:
@@ -149,7 +150,7 @@ class AutoregressiveProposer(ChainProposer):
 
     @torch.inference_mode()
     def read(self, requests: Sequence[Drafted], token_ids: list[int]) -> Tensor:
-        """Tokens of a text that were not read yet are read first."""
+        """Read one more token of each request, after the unread tokens of its text."""
         texts = [self._texts[request.request_id] for request in requests]
         segments, tokens, last = list[Segment](), list[int](), list[int]()
         for text, token in zip(texts, token_ids, strict=True):
@@ -173,7 +174,7 @@ class AutoregressiveProposer(ChainProposer):
 
 
 def _starts(works: Works) -> Iterator[int]:
-    """The first row of each work."""
+    """Yield the first row of each work."""
     row = 0
     for work in works:
         yield row

@@ -1,7 +1,8 @@
-"""Drafts of a block drafter: one pass over an anchor and masks, then chains or trees of the most promising tokens.
+"""Draft with a block drafter: one pass over an anchor and masks, then chains or trees of the most likely tokens.
 
-Without a sequential head every draft position is predicted by itself. With one, each token is chosen given the token before it
-(``decode/propose.py``). With several denoising steps the surest positions are revealed first (``decode/denoise.py``).
+Without a sequential head every draft position is predicted independently. With one, each token is chosen given the token
+before it (``decode/propose.py``). With several denoising steps the most confident positions are revealed first
+(``decode/denoise.py``).
 """
 
 import time
@@ -54,7 +55,7 @@ class BlockProposer(Proposer):
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 
     def use_fixed_memory(self, page_size: int) -> None:
-        """Run small passes in fixed memory, if possible. The last page of the model's store must belong to no request."""
+        """Run small passes in static buffers, if possible. The last page of the model's store must belong to no request."""
         model = self.model
 
         def forward(batch: RaggedBatch, rows: Tensor) -> list[Tensor]:
@@ -107,9 +108,9 @@ class BlockProposer(Proposer):
         return walking
 
     def _read_with_rates(self, works: Works, hidden: Tensor) -> None:
-        """Read drafts that are late, and what the drafter's own head says of chains with ``hidden [Σ k, H]``, in one copy.
+        """Read on-device drafts, and the confidence head's rates for chains with ``hidden [Σ k, H]``, in one copy.
 
-        A rate depends on the tokens before its position alone, so what is cut by it stays lossless.
+        A rate depends only on the tokens before its position, so cutting by it is lossless.
         """
         reading = Reading()
         reading.add_drafts(works)
@@ -127,18 +128,18 @@ class BlockProposer(Proposer):
         reading.read()
 
     def _blocks(self, works: Works) -> list[Tensor]:
-        """Token ids of each block, the anchor and masks: ``[1 + k]``, or ``[k]`` where the anchor's own slot drafts a token."""
+        """Return the token ids of each block, anchor and masks: ``[1 + k]``, or ``[k]`` if the anchor's slot drafts a token."""
         mask, saved = self.model.drafter.config.mask_token_id, self.model.drafter.config.sample_from_anchor
         return [torch.tensor([work.request.anchor] + [mask] * (work.ask.positions - saved)) for work in works]
 
     def _draft_bound(
         self, works: Works, logits: Tensor, hidden: Tensor, *, with_confidence: bool
     ) -> tuple[list[Work[Any]], Tensor, Tensor]:
-        """Propose for works under constraints, token by token, after one pass of the drafter.
+        """Draft for works under constraints, token by token, after one pass of the drafter.
 
-        Without a head that has to be asked after each token, a GPU's logits are read once and the host goes on by itself.
+        Without a head that must run after each token, a GPU's logits are read once and the host goes on alone.
 
-        Returns what is left of ``works``, ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
+        Return the remaining ``works``, ``logits [Σ k, V]`` and ``hidden [Σ k, H]``.
         """
         head = self.model.bound_head
         parts = list(zip(works, torch.split(logits, _sizes(works)), torch.split(hidden, _sizes(works)), strict=True))
@@ -160,9 +161,10 @@ class BlockProposer(Proposer):
         )
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k, H]``.
+        """Return logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k,
+        H]``.
 
-        Each adapter among the requests takes a draft pass of its own.
+        Each adapter among the requests takes a separate draft pass.
         """
         states: list[Tensor] = [torch.empty(0)] * len(works)
         groups = group_by(works, lambda work: work.request.adapter)
@@ -183,9 +185,9 @@ class BlockProposer(Proposer):
         return self.model.logits(hidden), hidden
 
     def _replay(self, segments: list[Segment], token_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """:meth:`position_logits` in fixed memory, valid until the next pass; ``None`` if the pass cannot be made there.
+        """Run :meth:`position_logits` in static buffers, valid until the next pass; return ``None`` if the pass does not fit.
 
-        Denoising cannot use it, because it returns to the logits of its first pass.
+        Denoising cannot use it, because it needs the logits of its first pass again.
         """
         if self.passes is None or self.config.denoising_steps > 1:
             return None
@@ -214,7 +216,7 @@ class BlockProposer(Proposer):
         return True
 
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
-        """Draft in several denoising steps; returns the logits ``[Σ k, V]`` of the first step."""
+        """Draft in several denoising steps; return the logits ``[Σ k, V]`` of the first step."""
 
         def look(works: Works, blocks: list[Tensor]) -> Tensor:
             return _processed(works, self.position_logits(works, blocks)[0])
@@ -234,7 +236,7 @@ class BlockProposer(Proposer):
     @trimmed()
     @torch.inference_mode()
     def seconds(self, tokens: int, requests: int) -> float:
-        """Seconds of a draft pass, and of K/V of one token of each request."""
+        """Measure the seconds of a draft pass, and of the draft K/V of one token of each request."""
         model = self.model
         features = torch.zeros(requests, model.drafter.fc.in_features, dtype=model.dtype, device=model.device)
         positions = torch.arange(requests, device=model.device)
@@ -248,7 +250,7 @@ class BlockProposer(Proposer):
 
     @torch.inference_mode()
     def timed_parts(self, tokens: int, requests: int) -> tuple[float, float]:
-        """Seconds of the drafter's layers, and of logits and choice, for ``tokens`` spread over ``requests``."""
+        """Measure the seconds of the drafter's layers, and of logits and choice, for ``tokens`` spread over ``requests``."""
         model = self.model
         shapes, sizes = model.drafter.kv_shapes, spread(tokens, requests)
         context = context_of(sizes, model.drafter.rotary.length)
@@ -272,7 +274,7 @@ class BlockProposer(Proposer):
 
 
 def _read_rows(each: Sequence[tuple[Work[Any], Tensor]]) -> list[Tensor]:
-    """The rows ``[k, V]`` of each work, in one copy where the host can walk along them by itself: no rule is on the device."""
+    """Return the rows ``[k, V]`` of each work, copied to the host together if no rule of the work runs on the device."""
     near = [all(isinstance(rule, Constraint) for rule in work.request.rules) for work, _ in each]
     moved = [rows for (_, rows), is_near in zip(each, near, strict=True) if is_near]
     if not moved or moved[0].device.type == "cpu":
@@ -282,7 +284,7 @@ def _read_rows(each: Sequence[tuple[Work[Any], Tensor]]) -> list[Tensor]:
 
 
 def _following(head: BoundHead | BoundRecurrent | None, hidden: Tensor, logits: Tensor) -> Following:
-    """The logits of one block's positions given the token before each, from ``hidden [k, H]`` and ``logits [k, V]``."""
+    """Return the logits of one block's positions given the token before each, from ``hidden [k, H]`` and ``logits [k, V]``."""
     size = logits.shape[-1]
     if head is None:
         return Following(lambda position, _, among: columns(logits[position : position + 1], among), size, False)
@@ -296,7 +298,7 @@ def _sizes(works: Works) -> list[int]:
 
 
 def _processed(works: Works, logits: Tensor) -> Tensor:
-    """``logits [Σ k, V]`` under the rules of the requests, which see accepted tokens only: the draft is not known yet."""
+    """Apply the requests' rules to ``logits [Σ k, V]``. They see only accepted tokens, because the draft is not known yet."""
     if not any(work.request.rules for work in works):
         return logits
     parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
@@ -304,7 +306,7 @@ def _processed(works: Works, logits: Tensor) -> Tensor:
 
 
 def _with_noise(works: Works, logits: Tensor) -> Tensor:
-    """``logits [Σ k, V]``; those of trees are coupled with the noise that the target will use."""
+    """Return ``logits [Σ k, V]``; those of trees are coupled with the noise that the target will use."""
     if all(work.ask.shape is not Shape.TREE for work in works):
         return logits
     parts = zip(works, torch.split(logits, _sizes(works)), strict=True)
@@ -319,26 +321,26 @@ def _with_noise(works: Works, logits: Tensor) -> Tensor:
 
 
 def _draw(request: Drafted, logits: Tensor) -> Tensor:
-    """Tokens ``[k]`` that will be verified by comparing choices."""
+    """Choose tokens ``[k]`` that will be verified by comparing choices."""
     if request.params.temperature == 0:
         return logits.argmax(dim=-1)
     return propose_coupled(logits, request.params, _places([(request.noise, request.length)], [len(logits)]))
 
 
 def _places(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
-    """The noise and the position of each draft position of cycles, each given by its noise and its first."""
+    """Return the noise and the position of each draft position of cycles, each given by its noise and first position."""
     return [(noise, first + i) for (noise, first), size in zip(cycles, sizes, strict=True) for i in range(size)]
 
 
 def _can_be_late(work: Work[Any]) -> bool:
-    """Whether the host does not need the tokens of a draft before it reads the target's choices."""
+    """Return True if the host does not need the draft's tokens before it reads the target's choices."""
     return work.may_be_late and work.ask.shape is Shape.CHAIN and not work.request.rules
 
 
 def _choose(works: Works, logits: Tensor, moved: Tensor | None = None) -> None:
-    """Drafts of positions that are independent of each other. The tokens of chains stay on the device.
+    """Choose tokens of independent positions. The tokens of chains stay on the device.
 
-    Chains of one size can be drafted behind ``moved [n]`` tokens and an anchor that the host does not know yet.
+    Chains of one size can also follow ``moved [n]`` tokens and an anchor that the host does not know yet.
     """
 
     def chosen_alike(work: Work[Any]) -> tuple[Any, ...]:
@@ -362,7 +364,7 @@ def _choose_trees(works: Works, logits: Tensor, _: Tensor | None) -> None:
 
 
 def _choose_chains(works: Works, logits: Tensor, moved: Tensor | None) -> None:
-    """Chains with one rule, of requests that sample alike."""
+    """Choose chains with one rule, of requests with equal sampling parameters."""
     sizes, rule, params = _sizes(works), works[0].ask.rule, works[0].request.params
     cycles = [(work.request.noise, work.request.length + (moved is not None)) for work in works]
     probs = None
@@ -382,7 +384,7 @@ def _choose_chains(works: Works, logits: Tensor, moved: Tensor | None) -> None:
 
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
-    """Drafts with a sequential head; returns the seconds it took."""
+    """Draft with a sequential head; return the seconds it took."""
     started, sizes = time.perf_counter(), _sizes(works)
 
     def walked_alike(work: Work[Any]) -> tuple[Any, ...]:
@@ -405,7 +407,7 @@ def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -
 
 
 def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
-    """Greedy chains."""
+    """Draft greedy chains."""
     sizes, anchors = _sizes(works), [work.request.anchor for work in works]
     tokens, sure = head.chains(hidden, logits, anchors, sizes)
     for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
@@ -415,7 +417,7 @@ def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) 
 def _walk_distributions(
     works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor
 ) -> None:
-    """Chains, token by token, of requests that sample alike and are verified by one rule."""
+    """Draft chains token by token, of requests with one rule and equal sampling parameters."""
     rule, drafted = works[0].ask.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
         if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
@@ -430,10 +432,10 @@ def _walk_distributions(
 
 
 def _drawn(work: Work[Any], head: BoundHead, hidden: Tensor, logits: Tensor) -> Proposal | None:
-    """A chain drawn in C, if nothing but a temperature shapes its distributions.
+    """Draw a chain in C, if only a temperature shapes its distributions; return ``None`` otherwise.
 
-    Several requests are faster together, as they share what they read. A request with a seed draws the same in any company, so it
-    is always drawn as among others.
+    Several requests are faster together, because they share what they read. A seeded request must draw the same tokens in any
+    batch, so it always takes the batched path.
     """
     params, request = work.request.params, work.request
     temperature = draft_temperature(params)
@@ -448,10 +450,10 @@ def _drawn(work: Work[Any], head: BoundHead, hidden: Tensor, logits: Tensor) -> 
 
 
 def _note_confidence(works: Works, logits: Tensor) -> None:
-    """Note the drafter's confidence at each position, before a token was drawn and without noise.
+    """Record the drafter's confidence at each position, before a token was drawn and without noise.
 
-    It is the largest probability of the distribution that the token was drawn from, or of the first pass where that distribution
-    is not known. Trees and greedy walks have noted theirs already.
+    It is the largest probability of the distribution that the token was drawn from, or of the first pass if that distribution
+    is not known. Trees and greedy walks have recorded theirs already.
     """
     row = 0
     for is_wanted, members in groupby(works, lambda work: not work.proposal.confidence):

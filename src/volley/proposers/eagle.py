@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE-3 drafter: one pass of its layer for each token of a chain, for all requests together."""
+"""Draft with an EAGLE-3 drafter: one pass of its layer for each token of a chain, for all requests together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from volley.proposers.base import Works
 
 @dataclass
 class _Chain:
-    """The position of the next token of a request's draft, and the state ``[H]`` that predicts it."""
+    """Position of the next token of a request's draft, and the state ``[H]`` that predicts it."""
 
     position: int
     state: Tensor
@@ -61,7 +61,7 @@ class EagleProposer(ChainProposer):
 
     @torch.inference_mode()
     def seconds(self, tokens: int, requests: int) -> float:
-        """Seconds of all steps of the chains, and of K/V of one token of each request."""
+        """Measure the seconds of all steps of the chains, and of the draft K/V of one token of each request."""
         if requests not in self._seconds:
             model, eagle = self.model, self.model.eagle
             lengths = spread(requests, requests)

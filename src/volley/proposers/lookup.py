@@ -1,11 +1,11 @@
-"""Drafts of tokens that were found in the text (``decode/lookup.py``)."""
+"""Draft by prompt lookup (``decode/lookup.py``)."""
 
 from volley.proposers.base import Proposer, Works
 from volley.types import Proposal
 
 
 class TextLookup(Proposer):
-    """Copies ``Work.found``. The search was made before the policy decided, because the policy weighs its result."""
+    """Drafts ``Work.found``. The lookup ran before the policy decided, because the policy weighs its result."""
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         for work in works:

@@ -1,4 +1,4 @@
-"""The model and the proposer for each kind of drafter."""
+"""Make the draft model and the proposer for each type of drafter."""
 
 from volley.config import DecodingConfig, DraftingConfig, check_undrafted, read_by_drafters
 from volley.errors import ConfigError
@@ -14,7 +14,7 @@ from volley.proposers.eagle import EagleProposer
 
 
 def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: int | None) -> DraftModel:
-    """Put ``drafter`` to work for ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all."""
+    """Bind ``drafter`` to ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all."""
     borrowed = (target.attention, target.embed, target.head)
     if isinstance(drafter, EagleDrafter):
         return EagleModel(drafter, store, *borrowed, window, target.num_layers)
@@ -22,7 +22,8 @@ def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: i
 
 
 def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> Proposer:
-    """What drafts with ``model``, in fixed memory unless ``page_size`` is 0: its store's last page must belong to no request."""
+    """Make the proposer for ``model``. Unless ``page_size`` is 0 it uses static buffers; its store's last page must then
+    belong to no request."""
     if isinstance(model, EagleModel):
         return EagleProposer(model, config)
     proposer = BlockProposer(model, config)
@@ -32,7 +33,8 @@ def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> 
 
 
 def check_settings(config: DecodingConfig, proposer: Proposer | None, *, can_grow_trees: bool) -> None:
-    """Refuse settings of drafts that nothing makes: of any where there is no ``proposer``, and of trees that it cannot grow."""
+    """Refuse draft settings that nothing uses: all of them without a ``proposer``, and those of trees if it cannot draft
+    trees."""
     if proposer is None:
         check_undrafted(read_by_drafters(config))
     elif config.tree_nodes is not None and not can_grow_trees:

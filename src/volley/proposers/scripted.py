@@ -1,4 +1,4 @@
-"""Drafts by a script, without a drafter: for tests and experiments."""
+"""Draft by a script, without a drafter: for tests and experiments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from volley.types import Proposal
 
 
 class ScriptedProposer(Proposer):
-    """Its tokens are drawn from no known distribution, so sampled requests compare them with the target's."""
+    """Drafts scripted tokens. They have no known distribution, so sampled requests compare them with the target's."""
 
     def __init__(self, script: Callable[[Work[Any]], list[int]], block_size: int) -> None:
-        """``script`` returns tokens to follow a request's text; those that exceed the ask are dropped."""
+        """Draft with ``script``, which returns the next tokens of a request; those beyond the ask are dropped."""
         self.script, self.block_size = script, block_size
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:

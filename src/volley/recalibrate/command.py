@@ -1,4 +1,4 @@
-"""``volley reservoir``: look at what ``volley serve --recalibrate`` keeps, and erase it."""
+"""Command ``volley reservoir``: inspect and erase what ``volley serve --recalibrate`` keeps."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ _Folder = Annotated[Path, typer.Argument(help="The folder that volley serve --re
 @reservoir.command()
 @expand
 def show(folder: _Folder) -> None:
-    """How much is kept, of how many clients and since when. No text is shown."""
+    """Show how much is kept, of how many clients and since when. No text is shown."""
     from volley.recalibrate.reservoir import check_reservoir, entries
 
     check_reservoir(folder)
@@ -39,10 +39,10 @@ def show(folder: _Folder) -> None:
 def erase(
     folder: _Folder,
     everything: Annotated[
-        bool, typer.Option("--all", help="Drafters that were learnt too; the server must be stopped.")
+        bool, typer.Option("--all", help="Erase trained drafters too; the server must be stopped.")
     ] = False,
 ) -> None:
-    """Erase every prompt and answer, also under a running server, which goes on with new ones."""
+    """Erase every prompt and answer. A running server continues with new ones."""
     from volley.recalibrate import reservoir as kept
 
     count = kept.forget(folder) if everything else kept.erase(folder)

@@ -1,4 +1,4 @@
-"""What recalibration does inside a server: keep what was served, run the training process while nobody waits, swap drafters."""
+"""Recalibration inside a server: keep served answers, run the training process while the server is idle, swap drafters."""
 
 import asyncio
 import contextlib
@@ -43,17 +43,17 @@ log = logging.getLogger("volley.serve")
 Kept = tuple[str, list[int], list[int], float]
 PROGRAM = (sys.executable, "-m", "volley.recalibrate.process")
 MOST_WAITING = 1000
-"""Answers that wait for the disk; further ones are not kept."""
+"""Maximum number of answers that wait for the disk; more are dropped."""
 CLEANING_SECONDS = 3600.0
-"""After so long without an answer the reservoir lets go of what is too old."""
+"""Seconds without an answer after which the reservoir is cleaned."""
 TRAINING_BYTES = 2**31
-"""Of a GPU for what a training keeps of its passes."""
+"""GPU bytes for a training's activations."""
 RESTART_SECONDS = (5.0, 600.0)
-"""Before a training process that died is started again: at first, and at most."""
+"""First and longest delay before a dead training process is restarted."""
 
 
 class Recalibrator:
-    """Keeps the drafter of one service tuned. Make it before the service's worker starts."""
+    """Recalibration of one service's drafter. Create it before the service's worker starts."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Recalibrator:
         *,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """``target`` is where the engine's was loaded from; ``program`` is the training process."""
+        """Create the recalibration. ``target`` is the path of the engine's target; ``program`` is the training process."""
         assert config.recalibrate is not None
         _check(service, engine, target)
         self.folder, self.config = config.recalibrate, config
@@ -93,9 +93,9 @@ class Recalibrator:
         service.worker.on_finished.append(self.record)
         service.on_reloaded.append(self._reloaded)
 
-    # -- what was learnt -----------------------------------------------------------------------------------------------
+    # -- trained drafters -------------------------------------------------------------------------------------------
     def _find_learnt(self, drafter: Drafter) -> Learnt:
-        """What the folder says of ``drafter``, which was given; where it was given another one, that begins anew."""
+        """Return the folder's state for the given ``drafter``; another drafter than before starts a new state."""
         given = drafter_fingerprint(drafter)
         mark, found = self.folder / BASE / "fingerprint", Learnt.load(self.folder)
         if not mark.exists() or mark.read_text() != given:
@@ -109,13 +109,13 @@ class Recalibrator:
         if found is None or found.base != given:
             rounds = [int(path.name) for path in (self.folder / "rounds").glob("*") if path.name.isdigit()]
             if found is not None:
-                log.info("the server was given another drafter; what was learnt from the last one is set aside")
+                log.info("the server was given another drafter; the state of the previous one is set aside")
             found = Learnt(given, seen_round=max(rounds, default=0))
             found.save(self.folder)
         return found
 
     def _go_on(self) -> None:
-        """Draft with what was learnt before a restart."""
+        """Draft with the drafter that served before a restart."""
         current = self.learnt.current
         if current.folder == BASE:
             return
@@ -141,13 +141,13 @@ class Recalibrator:
         return load_drafter(self.folder / folder, self._engine.target, self._weights)
 
     def _reloaded(self, drafter: Drafter) -> None:
-        """The operator has put another drafter in the place of the one that the server was given."""
+        """Restart recalibration after the operator replaced the given drafter."""
         self._reloading = asyncio.create_task(self._begin_anew(drafter))
 
     async def _begin_anew(self, drafter: Drafter) -> None:
-        """Train from ``drafter`` on; not at all where it is of a kind that is not trained, or where the disk takes no copy."""
+        """Train from ``drafter`` on, unless it cannot be trained or the disk refuses a copy."""
         async with self._changing:
-            if self._engine.drafter is not drafter:  # a candidate came in between
+            if self._engine.drafter is not drafter:  # a candidate replaced it meanwhile
                 await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
             try:
                 check_drafter(drafter)
@@ -164,7 +164,7 @@ class Recalibrator:
 
     # -- keeping, in the engine's thread and in the writer's ---------------------------------------------------------
     def record(self, job: Job, request: Request) -> None:
-        """Queue an answer for the disk, if its client and the server let it be kept."""
+        """Queue an answer for the disk if its client and the server allow keeping it."""
         is_asked = self.config.recalibrate_requests == "asked"
         if not (job.may_be_kept if is_asked else job.may_be_kept is not False):
             return
@@ -193,7 +193,7 @@ class Recalibrator:
             self.figures.keeps(self.reservoir)
 
     def _next_kept(self) -> Kept | tuple[()] | None:
-        """What is to be written next; nothing after an hour without answers, and ``None`` at the end."""
+        """Return the next answer to write; an empty tuple after an hour without answers, ``None`` at the end."""
         try:
             return self._waiting.get(timeout=CLEANING_SECONDS)
         except queue.Empty:
@@ -209,7 +209,7 @@ class Recalibrator:
         self._following = asyncio.create_task(self._follow())
 
     async def stop(self) -> None:
-        """Nothing is lost by killing the process: it goes on where it was."""
+        """Stop the tasks and kill the process, which resumes its work at the next start."""
         if self._timer is not None:
             self._timer.cancel()
         await _ended(self._reloading)
@@ -229,7 +229,7 @@ class Recalibrator:
             await self._process.wait()
 
     async def _follow(self) -> None:
-        """Keep a process running, and do as it says."""
+        """Keep a training process running and handle its events."""
         wait = RESTART_SECONDS[0]
         while True:
             fields: dict[str, Any] = {"log": str(self.folder / "training.log")}
@@ -249,7 +249,7 @@ class Recalibrator:
                         wait = RESTART_SECONDS[0]
                         await self._act(event)
                 fields["code"] = await process.wait()
-            except Exception as error:  # it could not be started, or what it says cannot be read
+            except Exception as error:  # it could not be started, or its output is not readable
                 await self._kill()
                 fields["reason"] = str(error)
             fields["again_in_seconds"] = wait
@@ -277,7 +277,7 @@ class Recalibrator:
             )
 
     def _held(self, _: int = 0) -> None:
-        """Stop the process while anybody waits for an answer of any model of the server, and for a while after."""
+        """Pause the process while any model of the server has requests, and for a while after."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -290,7 +290,8 @@ class Recalibrator:
         self._signal(paused=False)
 
     def _signal(self, *, paused: bool) -> None:
-        """Not before its first line: a process that was stopped before it knows its parent would outlive a killed server."""
+        """Pause or resume the process, but not before its first line: until it knows its parent, a paused process would
+        outlive a killed server."""
         process = self._process
         if paused == self._is_paused or not self._can_be_paused or process is None or process.returncode is not None:
             return
@@ -311,7 +312,7 @@ class Recalibrator:
             await self._save()
 
     async def _save(self) -> None:
-        """Note what serves; where the disk takes no more, the server goes on and a restart finds what was noted last."""
+        """Save which drafter serves. If the disk is full, the server continues and a restart uses the last saved state."""
         try:
             await asyncio.to_thread(self.learnt.save, self.folder)
         except (ConfigError, OSError) as error:
@@ -329,7 +330,7 @@ class Recalibrator:
         log.info("a drafter took over" if is_swapped else "a candidate was judged", extra={"fields": fields})
 
     def _is_of_today(self, event: dict[str, Any]) -> bool:
-        """Whether a verdict is about the drafter that serves: it may have been given before an operator's reload."""
+        """Return whether a verdict is about the drafter that serves; an operator's reload may have replaced it."""
         return (event["base"], event["before"]) == (self.learnt.base, self.learnt.current.folder)
 
     async def _swap(self, event: dict[str, Any]) -> bool:
@@ -337,7 +338,7 @@ class Recalibrator:
         try:
             drafter = await asyncio.to_thread(self._load, chosen.folder)
             await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
-        except Exception as error:  # the old drafter is still there
+        except Exception as error:  # the old drafter still serves
             log.error("a candidate was refused; the old drafter stays", extra={"fields": {"reason": str(error)}})
             self.figures.failed.inc()
             return False
@@ -348,12 +349,12 @@ class Recalibrator:
 
 
 def attach(service: Service, engine: Engine, config: RecalibrateConfig, target: str | None) -> None:
-    """Let ``service`` recalibrate; ``target`` is where the engine's was loaded from, by default the bundled one."""
+    """Attach recalibration to ``service``. ``target`` is the path of the engine's target, by default the bundled one."""
     service.companions.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
 
 
 def _check(service: Service, engine: Engine, target: str) -> None:
-    """Refuse what cannot be recalibrated, with the remedy."""
+    """Refuse a service that cannot be recalibrated, with the remedy."""
     drafter = engine.drafter
     if drafter is None:
         raise ConfigError("there is no drafter to recalibrate; name one with --drafter, or leave --recalibrate out")
@@ -372,7 +373,7 @@ def _check(service: Service, engine: Engine, target: str) -> None:
 
 
 def _check_memory(engine: Engine, drafter: Drafter) -> None:
-    """Refuse a GPU that has no room for the training beside the server: its own target, and weights, means and gradients."""
+    """Refuse a GPU without memory for training beside the server: a second target, weights, optimizer moments and gradients."""
     free = find_device(engine.target.device).free_bytes
     needed = weight_bytes(engine.target.model) + 16 * sum(w.numel() for w in drafter.parameters()) + TRAINING_BYTES
     if free is not None and free < needed:

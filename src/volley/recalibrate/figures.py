@@ -1,4 +1,4 @@
-"""What recalibration counts, beside the other metrics of its model."""
+"""Metrics of recalibration, beside the other metrics of its model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from volley.recalibrate.reservoir import Reservoir
 
 
 class Figures:
-    """Drift, candidates, swaps and gains, and how much is kept."""
+    """Metrics of drift, candidates, swaps, gains, and the amount kept."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def gauge(name: str, text: str) -> Gauge:
@@ -35,7 +35,7 @@ class Figures:
         self.tokens.set(reservoir.tokens)
 
     def judged(self, event: dict[str, Any], tau_then: float | None, *, is_swapped: bool) -> None:
-        """``tau_then`` is what the drafter that serves now had when it was chosen."""
+        """Record a verdict. ``tau_then`` is the τ of the serving drafter when it was chosen."""
         kind = event["kind"]
         self.candidates.labels(kind).inc()
         now = event["tau"] if is_swapped else event["tau_before"]

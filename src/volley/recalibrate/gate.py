@@ -1,11 +1,11 @@
-"""Whether one drafter is better than another on recent traffic, by more than the error of saying so.
+"""Test of whether one drafter is significantly better than another on recent traffic.
 
-Drafters of one shape take equally long for a cycle, so tokens a second are in proportion to τ. Both are judged on the same
-answers, which neither was trained on. The error is that of a ratio of sums over answers, paired.
+Drafters of one shape need the same time per cycle, so tokens per second are proportional to τ. Both are judged on the same
+answers, which neither was trained on. The error is that of a paired ratio of sums over answers.
 
-No client decides alone. Answers are chosen in turn from all clients, and nobody's weigh more than those of all others together. A
-gain must hold without any one of them; where there are few answers of others, these must not lose by it. A drafter that served
-before takes over again as soon as it is surely better without any one client.
+No client decides alone. Answers are chosen from all clients in turn, and no client's answers weigh more than those of all others
+together. A gain must hold without any one client; if there are few answers of others, they must not lose by it. A former drafter
+returns as soon as it is significantly better without any one client.
 """
 
 from collections import defaultdict
@@ -17,32 +17,33 @@ from volley.recalibrate.replay import Replayed
 from volley.recalibrate.reservoir import Entry
 
 RECENT_ROWS = 48
-"""Answers that decide, at most; a gain on the newest of them is enough, so that a shift of the traffic is followed soon."""
+"""Maximum number of answers that decide. A gain on the newest of them suffices, so that a shift of the traffic is followed
+soon."""
 NEWEST_ROWS = 16
 LEAST_ROWS = 8
-"""Fewer decide nothing."""
+"""Minimum number of answers that decide."""
 OTHERS = 6
-"""Answers of other clients from which on a gain must hold for these alone; of fewer it must not be below 0."""
+"""Number of other clients' answers from which a gain must hold for them alone; with fewer it must not be negative."""
 ERRORS = 2.0
-"""Standard errors that a gain must exceed, over many answers (:func:`_errors`)."""
+"""Standard errors that a gain must exceed over many answers (:func:`_errors`)."""
 SURE_ERRORS = 3.0
-"""The same where a part of the answers brings a former drafter back: that is looked at again and again."""
+"""Standard errors for the return of a former drafter on part of the answers, which is tested repeatedly."""
 LEAST_GAIN = 0.01
 RECENT_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """``gain`` is the candidate's τ over the other's, minus 1; ``error`` its standard error."""
+    """Comparison of two drafters. ``gain`` is the candidate's τ over the other's, minus 1; ``error`` is its standard error."""
 
     gain: float
     error: float
     tau: float
-    """The candidate's."""
+    """Candidate's τ."""
     tau_before: float
     rows: int
     reason: str
-    """Why it is not better; empty if it is."""
+    """Reason why it is not better; empty if it is."""
 
     @property
     def is_better(self) -> bool:
@@ -53,10 +54,10 @@ class Judgement:
 
 
 def choose_recent(found: Sequence[Entry], trained_until: Collection[int], most: int = RECENT_ROWS) -> list[Entry]:
-    """The newest answers, in turn from each client, that no drafter in question was trained on, oldest first.
+    """Return the newest answers, from each client in turn, that no drafter in question was trained on, oldest first.
 
-    They are of the last day, or the last ``LEAST_ROWS`` where that has fewer. ``trained_until`` are the numbers of the last
-    answers that their trainings could see; what is held out they never saw.
+    They are from the last day, or the last ``LEAST_ROWS`` if that day has fewer. ``trained_until`` holds the numbers of the last
+    answers that the trainings could see; held-out answers were never seen.
     """
     seen = max(trained_until, default=-1)
     newest = max((entry.seconds for entry in found), default=0)
@@ -75,7 +76,7 @@ def choose_recent(found: Sequence[Entry], trained_until: Collection[int], most: 
 
 
 def judge(replayed: Sequence[Replayed], candidate: int, before: int) -> Judgement:
-    """Drafter ``candidate`` against ``before``, by their places in ``Replayed.cycles``."""
+    """Compare drafter ``candidate`` with ``before``, given their indices in ``Replayed.cycles``."""
     weights = _weights(replayed)
     gain, error = _ratio(replayed, weights, candidate, before)
     tokens = sum(row.tokens for row in replayed)
@@ -85,9 +86,9 @@ def judge(replayed: Sequence[Replayed], candidate: int, before: int) -> Judgemen
 
 
 def judge_shift(replayed: Sequence[Replayed], newest: Collection[int], candidate: int, before: int) -> Judgement:
-    """The judgement on the ``newest`` answers, by their numbers, if they let the candidate through; otherwise on all.
+    """Return the judgement on the ``newest`` answers, given by number, if they accept the candidate; otherwise on all answers.
 
-    All of them let nothing through that does worse on the newest.
+    A candidate that does worse on the newest answers is never accepted.
     """
     late = judge([row for row in replayed if row.row.entry.number in newest], candidate, before)
     if late.is_better:
@@ -99,9 +100,9 @@ def judge_shift(replayed: Sequence[Replayed], newest: Collection[int], candidate
 
 
 def judge_former(replayed: Sequence[Replayed], newest: Collection[int], former: int, now: int) -> Judgement:
-    """Whether a drafter of before takes over again: as :func:`judge_shift` says, or where it is surely better without one client.
+    """Judge whether a former drafter returns: by :func:`judge_shift`, or if it is significantly better without one client.
 
-    So a client that a candidate suits does not keep it in use against all others. The judgement is on these then.
+    A client that a candidate suits thus cannot keep it in use against all others. The judgement is then on the others' answers.
     """
     found = judge_shift(replayed, newest, former, now)
     for others in [] if found.is_better else _without_each(replayed):
@@ -131,20 +132,20 @@ def _why_not(replayed: Sequence[Replayed], weights: Sequence[float], candidate: 
 
 
 def _without_each(replayed: Sequence[Replayed]) -> Iterator[list[Replayed]]:
-    """The answers of all others than one client, for each client; nothing where there is only one."""
+    """Yield the answers without one client, for each client; nothing if there is only one."""
     for client in sorted({row.row.entry.client for row in replayed}):
         if others := [row for row in replayed if row.row.entry.client != client]:
             yield others
 
 
 def _errors(rows: int, z: float = ERRORS) -> float:
-    """Standard errors that are exceeded as seldom as ``z`` over many answers: Student's quantile, by Cornish and Fisher."""
+    """Return the bound that few answers exceed as rarely as many exceed ``z``: Student's quantile, by Cornish and Fisher."""
     freedom = max(1, rows - 1)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def _weights(replayed: Sequence[Replayed]) -> list[float]:
-    """1, but less for a client that has more tokens than all others together, if these have enough answers."""
+    """Return weights of 1, or less for a client with more tokens than all others together, if these have enough answers."""
     tokens: dict[str, int] = defaultdict(int)
     for row in replayed:
         tokens[row.row.entry.client] += row.tokens
@@ -158,7 +159,7 @@ def _weights(replayed: Sequence[Replayed]) -> list[float]:
 
 
 def _ratio(replayed: Iterable[Replayed], weights: Iterable[float], candidate: int, before: int) -> tuple[float, float]:
-    """Σ cycles of ``before`` over Σ cycles of ``candidate``, minus 1, and its standard error over answers."""
+    """Return Σ cycles of ``before`` over Σ cycles of ``candidate``, minus 1, and its standard error over answers."""
     pairs = [
         (weight * row.cycles[before], weight * row.cycles[candidate])
         for row, weight in zip(replayed, weights, strict=True)

@@ -1,4 +1,4 @@
-"""What a server does with its traffic to keep its drafter tuned."""
+"""Options by which a server tunes its drafter to its traffic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ UPDATES = ("full", "adapter")
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RecalibrateConfig:
-    """Off without a folder."""
+    """Options of recalibration, which is off without a folder."""
 
     recalibrate: Path | None = None
-    """Keep the drafter tuned to the traffic: folder for the token ids of what was served, and for what is learnt from them."""
+    """Keep the drafter tuned to the traffic: folder for the served token ids and for the drafters trained on them."""
     recalibrate_requests: Literal["all", "asked"] = "asked"
-    """Which requests are kept: only those that say "recalibrate": true, or all but those that say false."""
+    """Requests to keep: only those with "recalibrate": true, or all except those with false."""
     reservoir_tokens: int = 1_000_000
-    """Tokens that the folder keeps at most; the client that has most of them gives up its oldest."""
+    """Maximum tokens in the folder; the client with the most tokens loses its oldest."""
     reservoir_days: float = 30.0
-    """Days that a request is kept at most."""
+    """Maximum days that a request is kept."""
     recalibrate_tokens: int = 4000
-    """Tokens of newly served answers that a round of candidates waits for."""
+    """Tokens of newly served answers that start a round of candidates."""
     recalibrate_steps: int = 600
-    """Training steps of a candidate, at most; few answers are passed ten times."""
+    """Maximum training steps of a candidate; few answers are passed ten times."""
     recalibrate_learning_rate: float | None = None
-    """Peak learning rate of a candidate; by default half of the one that volley tune would begin with."""
+    """Peak learning rate of a candidate; by default half of volley tune's initial one."""
     recalibrate_updates: tuple[str, ...] = UPDATES
-    """Candidates of each round: full (all weights learn) and adapter (a low-rank update, merged)."""
+    """Candidates of each round: full (all weights are trained) and adapter (a low-rank update, merged)."""
     recalibrate_nice: int = 19
-    """Priority of the training process: 19 takes only what no other process of the machine wants, 0 competes with them."""
+    """Nice value of the training process: 19 takes only CPU time that no other process wants, 0 competes with them."""
     recalibrate_idle: float = 1.0
-    """Seconds without a request after which training goes on."""
+    """Seconds without a request after which training continues."""
 
     def __post_init__(self) -> None:
         if self.recalibrate_requests not in ("all", "asked"):

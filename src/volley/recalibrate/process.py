@@ -1,7 +1,7 @@
-"""The training process: below every other one in priority, gone with its server, and stopped by it while there is traffic.
+"""Training process of recalibration: it has the lowest priority, ends with its server, and pauses during traffic.
 
-``python -m volley.recalibrate.process SPEC`` is started by :class:`volley.recalibrate.companion.Recalibrator`, which reads a JSON
-object a line from its standard output.
+:class:`volley.recalibrate.companion.Recalibrator` starts ``python -m volley.recalibrate.process SPEC`` and reads one JSON object
+per line from its standard output.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 IDLE_SECONDS = 0.5
-"""Between two looks for something to do."""
+"""Seconds between two searches for work."""
 
 
 def lower_priority(nice: int) -> None:
-    """At 19, run only where nothing else would."""
+    """Lower the priority; at 19, run only if no other process needs the CPU."""
     os.nice(nice)
     if nice < 19:
         return
-    with contextlib.suppress(AttributeError, OSError):  # Linux has a class for that
+    with contextlib.suppress(AttributeError, OSError):  # Linux has a scheduling class for that
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def end_with(parent: int) -> None:
-    """Be killed when the server is, stopped or not."""
+    """Arrange for this process to be killed with the server, even while paused."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has gone before
+    if os.getppid() != parent:  # the server ended before the call
         sys.exit(0)
 
 
@@ -41,11 +41,11 @@ def tell(event: dict[str, Any]) -> None:
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Work until the server goes. ``spec``: folder, target, fingerprint, config, width, device, parent."""
-    sys.stdout = sys.stderr  # what libraries print is no event
+    """Work until the server ends. ``spec``: folder, target, fingerprint, config, width, device, parent."""
+    sys.stdout = sys.stderr  # output of libraries is no event
     lower_priority(spec["config"]["recalibrate_nice"])
     end_with(spec["parent"])
-    tell({"event": "started"})  # from now on the server may stop this process: it cannot outlive the server any more
+    tell({"event": "started"})  # from now on the server may pause this process, which can no longer outlive it
 
     import torch
     from transformers.utils import logging

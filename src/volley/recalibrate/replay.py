@@ -1,8 +1,8 @@
-"""How many cycles a drafter would have needed for answers that were served: every position of each is drafted from.
+"""Count of the cycles that a drafter would have needed for served answers: it drafts at every position of each.
 
-At temperature 0 a draft token is kept where it is the served token. Above, the served token x of a position that a cycle has
-reached came from the draft with chance min(1, q(x) / p(x)); p and q are the target's and the drafter's distributions there. That
-is speculative sampling token by token, given the answer. Block verification, which the engine uses, keeps somewhat more.
+At temperature 0 a draft token is accepted if it equals the served token. Above, the served token x of a position that a cycle
+reached came from the draft with probability min(1, q(x) / p(x)), where p and q are the target's and the drafter's distributions.
+That is token-by-token speculative sampling, given the answer. Block verification, which the engine uses, accepts slightly more.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward
 
 MOST_TOKENS = 256
-"""Of an answer; the rest is not replayed."""
+"""Maximum tokens of an answer that are replayed."""
 ANCHORS = 64
-"""Blocks computed at once."""
+"""Number of blocks computed at once."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One answer: its tokens after the first, and the cycles that each drafter needs for them."""
+    """Replay of one answer: its tokens after the first, and the cycles that each drafter needs for them."""
 
     row: ServedRow
     tokens: int
@@ -35,7 +35,7 @@ class Replayed:
 
 @torch.no_grad()
 def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[ServedRow]) -> list[Replayed]:
-    """All ``drafters`` read the same layers. Rows with fewer than two response tokens are left out."""
+    """Replay ``rows`` with ``drafters``, which all tap the same layers. Rows with fewer than two response tokens are skipped."""
     forwards = [BlockForward(drafter, "grouped") for drafter in drafters]
     found = []
     with Taps(target.model, drafters[0].config.target_layer_ids) as tapped:
@@ -57,7 +57,8 @@ def replay(drafters: Sequence[Drafter], target: FrozenTarget, rows: Sequence[Ser
 
 
 def _confidences(hidden: Tensor, target: FrozenTarget, served: Tensor, temperature: float) -> Tensor | None:
-    """The target's log-probabilities ``[n]`` of ``served [n]``, each after one of ``hidden [n, H]``; ``None`` if it is greedy."""
+    """Return the target's log-probabilities ``[n]`` of ``served [n]``, each after one of ``hidden [n, H]``; ``None`` if
+    greedy."""
     if temperature == 0:
         return None
     return (target_logits(target, hidden) / temperature).log_softmax(-1).gather(1, served[:, None])[:, 0]
@@ -72,7 +73,8 @@ def _chances(
     wanted: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The chance ``[n, B − 1]`` that each draft token is kept if all before it were, for an anchor at each position.
+    """Return the probability ``[n, B − 1]`` that each draft token is accepted if all before it are, for an anchor at each
+    position.
 
     ``wanted`` is the target's log-probability of each served token after the first.
     """

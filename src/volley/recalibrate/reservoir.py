@@ -1,9 +1,9 @@
-"""A bounded store of what was served: token ids, one file a request, each written whole or not at all.
+"""Bounded store of served token ids: one file per request, written atomically.
 
-A file's name says all that decides what is kept, ``NUMBER.SECONDS.CLIENT.TOKENS.ANSWER.PART.json``: neither a start nor a
-cleaning reads a prompt. ``ANSWER`` is how many of the tokens are the answer's. ``PART`` is ``train`` or ``held``, by a keyed hash
-of the prompt: equal prompts are on one side, and no client can choose the side. Clients are keyed hashes too. Only the owner may
-read what is made here; a folder that was there before is left as it is.
+A file's name, ``NUMBER.SECONDS.CLIENT.TOKENS.ANSWER.PART.json``, holds everything that decides whether it is kept, so neither
+start nor cleaning reads a prompt. ``ANSWER`` is the number of answer tokens. ``PART`` is ``train`` or ``held``, by a keyed hash
+of the prompt: equal prompts are in one part, and no client can choose it. Clients are keyed hashes too. Only the owner may read
+the files made here; the permissions of an existing folder are kept.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from volley.errors import ConfigError
 from volley.files import lock_folder, make_folder, read_json, write_atomically
 
 HELD_OUT = 0.2
-"""Share of the prompts that nothing is trained on."""
+"""Share of the prompts that are never trained on."""
 AHEAD_SECONDS = 86_400
-"""An answer that is from so far in the future was kept while the clock was wrong."""
+"""Seconds in the future from which an answer's time must stem from a wrong clock."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What the name of a row's file says."""
+    """Contents of a row's file name."""
 
     number: int
     seconds: int
@@ -38,7 +38,7 @@ class Entry:
     tokens: int
     held_out: bool
     answer: int | None = None
-    """Tokens of the answer; ``None`` in names of before they said it."""
+    """Number of answer tokens; ``None`` in older names without it."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Entry:
 
     @classmethod
     def of(cls, name: str) -> "Entry | None":
-        """The entry of a file, ``None`` for a file of another kind."""
+        """Return the entry of a file name, ``None`` for any other file."""
         parts = name.split(".")
         if len(parts) not in (6, 7) or parts[-1] != "json":
             return None
@@ -64,7 +64,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One answer: the token ids of prompt and response, and the temperature they were drawn at."""
+    """Served answer: the token ids of prompt and response, and the sampling temperature."""
 
     entry: Entry
     prompt: list[int]
@@ -73,7 +73,7 @@ class ServedRow:
 
 
 class Reservoir:
-    """The store in ``folder/rows``. One process writes (:meth:`lock`), others may read and erase."""
+    """Store in ``folder/rows``. One process writes (:meth:`lock`); others may read and erase."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class Reservoir:
         self._lock: IO[str] | None = None
         self._facts: dict[str, Any] = {}
         self._entries: list[Entry] = []
-        """In the order of their numbers, which is that of their arrival."""
+        """Entries ordered by number, which is the order of arrival."""
         self._erased_at: int | None = None
         self._next = 0
 
     # -- opening ---------------------------------------------------------------------------------------------------
     def open(self, target: str) -> None:
-        """Begin to write for the target of this fingerprint. Raises ConfigError where that must not be."""
+        """Begin to write for the target with this fingerprint. Raises ConfigError if the folder does not allow it."""
         try:
             self._open(target)
         except OSError as error:
@@ -125,7 +125,7 @@ class Reservoir:
         self.clean()
 
     def lock(self) -> None:
-        """Be the only one that writes here, until :meth:`close` or the end of the process."""
+        """Lock the store for writing until :meth:`close` or the end of the process."""
         self._lock = lock_folder(self.folder, "another server recalibrates", "stop it", "give another folder")
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class Reservoir:
             self._lock = None
 
     def _read_names(self) -> None:
-        self._erased_at = erased_at(self.folder)  # first, so that what is erased meanwhile is noticed
+        self._erased_at = erased_at(self.folder)  # read first, so that a later erasure is noticed
         self._entries = entries(self.folder)
         self._next = max(self._next, _erased_next(self.folder), _next(self._entries))
 
@@ -147,7 +147,7 @@ class Reservoir:
         return len(self._entries)
 
     def add(self, client: str, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Entry:
-        """Write one answer, then let go of what is too old or too much. Raises ConfigError where the disk takes no more."""
+        """Write one answer, then remove old or excess ones. Raises ConfigError if the disk refuses it."""
         assert self._lock is not None, "open() comes first"
         if erased_at(self.folder) != self._erased_at:
             self._read_names()
@@ -174,7 +174,7 @@ class Reservoir:
         return hmac.new(f"{what}/{self._facts['key']}".encode(), data, hashlib.sha256).hexdigest()
 
     def clean(self) -> None:
-        """Let go of what is too old or too much."""
+        """Remove answers that are too old or exceed the limit."""
         now = self._clock()
         kept = range(int(now - self.most_seconds), int(now + AHEAD_SECONDS))
         gone = {entry.number for entry in self._entries if entry.seconds not in kept}
@@ -198,14 +198,14 @@ class Reservoir:
 
 # -- reading and erasing, from any process -----------------------------------------------------------------------------
 def entries(folder: Path) -> list[Entry]:
-    """What the reservoir in ``folder`` holds, oldest first, without a look into any file."""
+    """Return the entries of the reservoir in ``folder``, oldest first, without opening a file."""
     rows = folder / "rows"
     names = os.listdir(rows) if rows.is_dir() else []
     return sorted((entry for entry in map(Entry.of, names) if entry is not None), key=lambda entry: entry.number)
 
 
 def read(folder: Path, chosen: Sequence[Entry]) -> Iterator[ServedRow]:
-    """The rows of ``chosen``; those that have gone in the meantime are left out."""
+    """Yield the rows of ``chosen``; rows removed in the meantime are skipped."""
     for entry in chosen:
         try:
             row = json.loads((folder / "rows" / entry.name).read_text())
@@ -215,10 +215,11 @@ def read(folder: Path, chosen: Sequence[Entry]) -> Iterator[ServedRow]:
 
 
 def erase(folder: Path) -> int:
-    """Remove every row, and every copy of one that a training has made; how many rows there were.
+    """Remove every row and every copy that a training made. Return the number of rows.
 
-    Drafters that were learnt stay. A server may go on writing to the folder. The mark comes behind the rows, so that who finds it
-    has read none of them, and before the copies, so that who made one sees it or loses it.
+    Trained drafters stay. A server may keep writing to the folder. The erasure mark is written after the rows are removed, so
+    that a reader that finds it has read none of them. It is written before the copies are removed, so that a process that made
+    one sees the mark or loses the copy.
     """
     check_reservoir(folder)
     found = entries(folder)
@@ -233,13 +234,13 @@ def erase(folder: Path) -> int:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what a process was writing when it was killed."""
+    """Remove files that a killed process left unfinished."""
     for leftover in (folder / "rows").glob(".*"):
         leftover.unlink(missing_ok=True)
 
 
 def forget(folder: Path) -> int:
-    """:func:`erase`, and remove what that leaves: the drafters that were learnt and which of them serves. No server may run."""
+    """Run :func:`erase`, and remove the trained drafters and the record of which one serves. No server may run."""
     check_reservoir(folder)
     holder = Reservoir(folder)
     holder.lock()
@@ -254,7 +255,7 @@ def forget(folder: Path) -> int:
 
 
 def check_reservoir(folder: Path) -> None:
-    """Refuse a folder that no server has kept anything in."""
+    """Refuse a folder in which no server has kept anything."""
     try:
         is_found = (folder / "reservoir.json").is_file()
         entries(folder)
@@ -267,12 +268,12 @@ def check_reservoir(folder: Path) -> None:
 
 
 def _next(found: Sequence[Entry]) -> int:
-    """The number of the answer after those ``found``, which are in order."""
+    """Return the number of the answer after those ``found``, which are in order."""
     return found[-1].number + 1 if found else 0
 
 
 def _erased_next(folder: Path) -> int:
-    """The number after the last answer that was erased: what was learnt from it knows it by its number."""
+    """Return the number after the last erased answer, because trained drafters refer to answers by number."""
     try:
         return int((folder / "erased").read_text())
     except (OSError, ValueError):
@@ -280,7 +281,7 @@ def _erased_next(folder: Path) -> int:
 
 
 def erased_at(folder: Path) -> int | None:
-    """When answers were erased last, ``None`` if never: after a change nothing of what was read before may be used."""
+    """Return the time of the last erasure, ``None`` if never. If it changes, rows read before must not be used."""
     try:
         return (folder / "erased").stat().st_mtime_ns
     except OSError:

@@ -1,8 +1,8 @@
-"""Rounds of training and judging, in the folder ``rounds/NUMBER``; a killed process goes on in the round that it was in.
+"""Rounds of training and judging, in the folder ``rounds/NUMBER``; a restarted process resumes its round.
 
-A round copies the answers it learns from, trains a candidate of each kind, judges all drafters on the same answers and writes
-``verdict.json``. Between rounds the drafters that served before are judged again on what was served since: a drafter that does
-worse there than one of them gives way.
+A round copies the answers it learns from, trains one candidate per kind of update, judges all drafters on the same answers and
+writes ``verdict.json``. Between rounds the former drafters are judged again on answers served since; if one of them is better, it
+replaces the drafter that serves.
 """
 
 import json
@@ -36,19 +36,21 @@ from volley.train.step import Slots
 
 Event = dict[str, Any]
 RECENT = 2
-"""Times ``recalibrate_tokens``: the newest answers that a candidate learns from, and older ones of the same size."""
-BATCH_TOKENS = 512
+"""Multiple of ``recalibrate_tokens``: a candidate learns from that many tokens of the newest answers, and as many of older
+ones."""
+BATCH_TOKENS, BLOCKS = 512, 64
+"""Maximum tokens of a training step, and blocks of an answer in it."""
 EPOCHS = 10
-"""Of a round, at most: few answers are soon known by heart."""
+"""Maximum epochs of a round, because few answers are soon memorised."""
 RANK = 16
 RETELL_SECONDS = 60.0
-"""After a verdict that the server has not noted."""
+"""Seconds after which a verdict that the server has not recorded is sent again."""
 TRAINED_ON = "train.jsonl"
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """``plan.json`` of a round."""
+    """Contents of a round's ``plan.json``."""
 
     number: int
     base: str
@@ -56,13 +58,13 @@ class RoundPlan:
     init: str
     """Folder of the drafter that adapters begin from."""
     until: int
-    """The number of the last answer that it may learn from."""
+    """Number of the last answer that it may learn from."""
     erased_at: int | None = None
-    """When answers had been erased last as it began; where that changes, what it learns from is gone."""
+    """Time of the last erasure when the round began. If it changes, the answers it learns from are gone."""
 
 
 class RoundTrainer(Trainer):
-    """Calls ``check`` before each step."""
+    """Trainer that calls ``check`` before each step."""
 
     def __init__(self, config: TrainConfig, ranks: Ranks, target: FrozenTarget, check: Callable[[], None]) -> None:
         super().__init__(config, ranks, target, speaks=False)
@@ -74,12 +76,12 @@ class RoundTrainer(Trainer):
 
 
 class Recalibration:
-    """What the training process does, one piece at a time; :meth:`work` is called again and again."""
+    """Work of the training process in small pieces; :meth:`work` is called repeatedly."""
 
     def __init__(
         self, folder: Path, target: FrozenTarget, path: str, config: RecalibrateConfig, tell: Callable[[Event], None]
     ) -> None:
-        """``path`` is where ``target`` was loaded from. ``tell`` hands what was found to the server."""
+        """Create the work. ``path`` is the path of ``target``. ``tell`` sends events to the server."""
         self.folder, self.target, self.path, self.config, self._tell = folder.resolve(), target, path, config, tell
         self.rounds = self.folder / "rounds"
         self.ranks = Ranks(str(target.device))
@@ -93,14 +95,14 @@ class Recalibration:
         return found
 
     def work(self) -> bool:
-        """Do what is due; false if nothing is."""
+        """Do the next piece of work; return False if there is none."""
         number = self._last_number()
         if number and not self._verdict(number).exists():
             self._finish(number)
             return True
         if number > self.learnt.seen_round:
             if self._told < number or time.monotonic() > self._told_at + RETELL_SECONDS:
-                self._tell_verdict(number)  # the server was away when it came, or could not note it
+                self._tell_verdict(number)  # the server was down when it came, or could not record it
             return False
         if self._look_back():
             return True
@@ -129,16 +131,17 @@ class Recalibration:
         until = self._plan(last).until if last else -1
         found = entries(self.folder)
         new = [entry for entry in found if entry.number > until]
-        is_half_full = sum(entry.tokens for entry in new) >= self.config.reservoir_tokens / 2  # of long prompts
+        is_half_full = sum(entry.tokens for entry in new) >= self.config.reservoir_tokens / 2  # long prompts
         if sum(entry.answer_tokens for entry in new) < self.config.recalibrate_tokens and not is_half_full:
             return False
-        judging = choose_recent(found, [found[-1].number])  # a candidate that has seen all others
+        judging = choose_recent(found, [found[-1].number])  # as if a candidate had seen all others
         return len(judging) >= LEAST_ROWS
 
     def _begin(self, number: int) -> bool:
-        """Copy what the round learns from; the plan comes last, and with it the round. False where that was erased meanwhile."""
+        """Copy the answers that the round learns from, then write the plan, which starts the round. Return False if they were
+        erased meanwhile."""
         self.target.remembered.clear()
-        erased = erased_at(self.folder)  # first: what is erased from now on is noticed
+        erased = erased_at(self.folder)  # read first, so that a later erasure is noticed
         found = entries(self.folder)
         chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
         learnt = self.learnt
@@ -159,7 +162,7 @@ class Recalibration:
         return True
 
     def _pending(self, learnt: Learnt) -> list[Standing]:
-        """The last round's best candidate, if it was better than the drafter that serves, but not surely."""
+        """Return the last round's best candidate if it was better than the serving drafter, but not significantly."""
         last = self._last_number()
         verdict = read_json(self._verdict(last)) if last and self._verdict(last).exists() else {}
         if verdict.get("base") != learnt.base or verdict.get("swap") or verdict.get("gain", -1.0) <= 0:
@@ -168,7 +171,7 @@ class Recalibration:
         return [pending] if pending.folder != learnt.current.folder and (self.folder / pending.folder).is_dir() else []
 
     def _clean(self, kept: set[str], begun: Path) -> None:
-        """Remove drafters that neither serve nor did before, with what they learnt from; all but the round that has ``begun``."""
+        """Remove drafters that neither serve nor served, with their training data, except those of the round ``begun``."""
         for folder in self.rounds.iterdir():
             if folder == begun:
                 continue
@@ -179,7 +182,7 @@ class Recalibration:
                     shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
 
     def _finish(self, number: int) -> None:
-        """Train and judge what is not yet; a round that cannot end says why in its verdict."""
+        """Train and judge what is left; a round that fails writes the reason into its verdict."""
         plan, folder = self._plan(number), self._round(number)
         try:
             self._check_base(plan)
@@ -187,7 +190,7 @@ class Recalibration:
             made = [self._train(plan, kind) for kind in self.config.recalibrate_updates]
             verdict = self._judge(plan, made)
             self._check_kept(plan)
-        except Exception as error:  # whatever it is, it would be the same in the next attempt
+        except Exception as error:  # any error would recur in the next attempt
             verdict = {"event": "failed", "round": number, "reason": f"{type(error).__name__}: {error}"}
             for rest in [path for path in folder.iterdir() if path.is_dir()]:
                 shutil.rmtree(rest)
@@ -200,10 +203,10 @@ class Recalibration:
         self._tell(read_json(self._verdict(number)))
 
     def _train(self, plan: RoundPlan, kind: str) -> Standing:
-        """A candidate in ``rounds/NUMBER/KIND``, trained in ``run-KIND`` beside it.
+        """Train a candidate in ``rounds/NUMBER/KIND``, with the run in ``run-KIND`` beside it.
 
-        One of all weights begins from the drafter that the server was given: what has learnt the same answers before learns
-        less from them, and so does worse on others.
+        A candidate that trains all weights begins from the drafter that the server was given. A drafter that learnt the same
+        answers before would learn less from them and do worse on others.
         """
         folder, init = self._round(plan.number), self.folder / (BASE if kind == "full" else plan.init)
         made = Standing(f"rounds/{folder.name}/{kind}", kind, plan.until)
@@ -229,6 +232,7 @@ class Recalibration:
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,
+            anchors_per_sequence=BLOCKS,
             max_length=LONGEST,
             epochs=EPOCHS,
             max_steps=config.recalibrate_steps,
@@ -242,7 +246,7 @@ class Recalibration:
         trainer = RoundTrainer(options, self.ranks, target, check)
         try:
             trainer.resume()
-        except ConfigError:  # the server was started again with other options
+        except ConfigError:  # the server was restarted with other options
             shutil.rmtree(options.out)
             trainer = RoundTrainer(options, self.ranks, target, check)
         product = trainer.run()
@@ -252,7 +256,7 @@ class Recalibration:
 
     # -- judging ---------------------------------------------------------------------------------------------------
     def _judge(self, plan: RoundPlan, made: Sequence[Standing]) -> Event:
-        """The best of the candidates and of the drafters of before against the one that serves."""
+        """Compare the best of the candidates and former drafters with the one that serves."""
         self._check_base(plan)
         learnt = self.learnt
         others = [*made, *self._former(learnt)]
@@ -262,29 +266,29 @@ class Recalibration:
         return {**event, "event": "judged", "round": plan.number}
 
     def _check_base(self, plan: RoundPlan) -> None:
-        """Refuse a round that began with another drafter: of another shape, a candidate may do better and be slower."""
+        """Refuse a round that began with another drafter: with another shape, a candidate may have a higher τ and be slower."""
         if plan.base != self.learnt.base:
             raise ConfigError(
                 "the server was given another drafter in the meantime; the next round begins from that one"
             )
 
     def _check_kept(self, plan: RoundPlan) -> None:
-        """Refuse a round that learns from what was erased since it began."""
+        """Refuse a round whose answers were erased since it began."""
         if erased_at(self.folder) != plan.erased_at:
-            raise ConfigError("what it learnt from was erased in the meantime; the next round learns from new answers")
+            raise ConfigError("its training data was erased in the meantime; the next round learns from new answers")
 
     def _former(self, learnt: Learnt) -> list[Standing]:
         former = [] if learnt.previous is None else [learnt.previous]
         return [one for one in [*former, Standing()] if one.folder != learnt.current.folder][: 1 + len(former)]
 
     def _look_back(self) -> bool:
-        """Judge the drafters of before, and a candidate that was not surely better, on what was served since."""
+        """Judge the former drafters, and a candidate that was not significantly better, on answers served since."""
         learnt = self.learnt
         others = {"former": self._former(learnt), "pending": self._pending(learnt)}
         return any(self._judge_again(learnt, name, found) for name, found in others.items())
 
     def _judge_again(self, learnt: Learnt, name: str, others: Sequence[Standing]) -> bool:
-        """Tell who of ``others`` is better; false where too little was served that no training has seen."""
+        """Report which of ``others`` is better; return False if too few unseen answers were served."""
         found = entries(self.folder)
         until = max([self._judged_until[name], learnt.current.trained_until, *(one.trained_until for one in others)])
         since = [entry for entry in found if entry.number > until]
@@ -297,7 +301,7 @@ class Recalibration:
         return best is not None
 
     def _compare(self, learnt: Learnt, others: Sequence[Standing]) -> tuple[Standing | None, Event]:
-        """Who is best of ``others``, and what is to be told of it against the one that serves."""
+        """Return the best of ``others``, and the event that compares it with the serving drafter."""
         standings = [learnt.current, *{one.folder: one for one in others}.values()]
         until, found = [one.trained_until for one in standings], entries(self.folder)
         chosen = choose_recent(found, until)
@@ -330,14 +334,15 @@ class Recalibration:
 
 
 def _over(replayed: Sequence[Replayed], drafter: int) -> float:
-    """τ of a drafter over that of the one that serves."""
+    """Return the ratio of a drafter's τ to that of the serving one."""
     return sum(row.cycles[0] for row in replayed) / sum(row.cycles[drafter] for row in replayed)
 
 
 def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:
-    """What a round learns from: the newest answers of ``tokens`` in all, and as much of the older ones, drawn at random.
+    """Return the answers that a round learns from: the newest of ``tokens`` in all, and as many of the older ones, drawn at
+    random.
 
-    Prompts do not count. Of a client that has more than all others together, no more than these have, or half of ``tokens``.
+    Prompts do not count. A client with more than all others together contributes at most as much as these, or half of ``tokens``.
     """
     rows = [entry for entry in found if not entry.held_out]
     held: dict[str, int] = defaultdict(int)
@@ -352,7 +357,8 @@ def choose_rows(found: Sequence[Entry], tokens: int, seed: int) -> list[Entry]:
 
 
 def _take(rows: Any, tokens: int, most: dict[str, int]) -> list[Entry]:
-    """The first of ``rows`` with answers of ``tokens`` in all, and of no client more than ``most``, which is counted down."""
+    """Return the first of ``rows`` with answers of ``tokens`` in all, within each client's budget in ``most``, which is
+    counted down."""
     taken: list[Entry] = []
     for entry in rows:
         if tokens <= 0:

@@ -1,4 +1,4 @@
-"""Which drafter serves, which one served before, and where they come from: one file, which the server alone writes."""
+"""State of recalibration in one file, written by the server alone: the serving drafter, the former ones, and their origins."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -9,31 +9,31 @@ from volley.errors import CheckpointError
 from volley.files import read_json, write_atomically
 
 BASE = "base"
-"""The folder of a copy of the drafter that the server was given."""
+"""Folder of the copy of the drafter that the server was given."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A drafter that serves or did; ``folder`` lies in the reservoir's."""
+    """Drafter that serves or served; ``folder`` lies in the reservoir's."""
 
     folder: str = BASE
     kind: str = BASE
     trained_until: int = -1
-    """The number of the last answer that its training could see."""
+    """Number of the last answer that its training could see."""
     tau: float | None = None
-    """On recent traffic when it was chosen."""
+    """τ on recent traffic when it was chosen."""
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """``state.json``."""
+    """Contents of ``state.json``."""
 
     base: str
     """Fingerprint of the drafter that the server was given."""
     current: Standing = Standing()
     previous: Standing | None = None
     seen_round: int = 0
-    """The last round whose verdict was acted upon."""
+    """Last round whose verdict was applied."""
     swaps: int = 0
     roll_backs: int = 0
 
@@ -57,7 +57,7 @@ class Learnt:
         write_atomically(folder / "state.json", json.dumps(asdict(self), indent=1) + "\n")
 
     def swapped(self, chosen: Standing, number: int) -> Self:
-        """``chosen`` serves now, by the verdict of a round, or of none (0)."""
+        """Return the state with ``chosen`` serving, by the verdict of round ``number``, or of none (0)."""
         goes_back = chosen.folder == BASE or (self.previous is not None and chosen.folder == self.previous.folder)
         return replace(
             self,
@@ -70,5 +70,5 @@ class Learnt:
 
     @property
     def in_use(self) -> set[str]:
-        """Folders that must stay."""
+        """Return the folders that must stay."""
         return {BASE, self.current.folder, *([] if self.previous is None else [self.previous.folder])}

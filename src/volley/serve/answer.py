@@ -17,7 +17,7 @@ from volley.serve.worker import End, Failure, Job, Piece, Scored, Sketched, Work
 
 log = logging.getLogger("volley.serve")
 
-LAST_WORDS_SECONDS = 5.0  # a client that reads at all reads an error in that time
+LAST_WORDS_SECONDS = 5.0  # a client that is still reading receives the error within this time
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -26,7 +26,7 @@ _STREAM_HEADERS = [
 
 
 class AnswerResponse(Response):
-    """An ASGI response. Headers go out with the first event, so that whatever fails before has its own status."""
+    """ASGI response that sends its headers with the first event, so that an earlier failure gets its own status code."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class AnswerResponse(Response):
         started: float,
         last_words_seconds: float = LAST_WORDS_SECONDS,
     ) -> None:
-        """The job is given up ``timeout`` seconds after ``started``, on the monotonic clock; then ``last_words_seconds`` are
-        left to tell the client so."""
+        """Abort the job ``timeout`` seconds after ``started`` (monotonic clock), then allow ``last_words_seconds`` to send the
+        error to the client."""
         self.worker = worker
         self.job = job
         self.dialect = dialect
@@ -79,7 +79,7 @@ class AnswerResponse(Response):
             self._note(scope)
 
     async def _events(self) -> AsyncIterator[Scored | Piece | Sketched | End]:
-        """The job's events until every choice has ended; raises the error of a failed job."""
+        """Yield the job's events until every choice has ended. Raises the error of a failed job."""
         unfinished = len(self.choices)
         while unfinished:
             event = await self.job.events.get()
@@ -131,7 +131,7 @@ class AnswerResponse(Response):
             await _send_events(send, self.dialect.failing(known), more=False)
 
     def _note(self, scope: Scope) -> None:
-        """For the line about this request in the log."""
+        """Record what the access log says about this request."""
         usage = self.usage.to_json()
         scope.setdefault("state", {}).setdefault("fields", {}).update(
             {
@@ -149,7 +149,7 @@ async def _send_events(send: Send, objects: list[Any], *, more: bool = True) -> 
 
 
 def _as_event(item: Any) -> str:
-    """A server-sent event. Objects that say their type are events of that name."""
+    """Return a server-sent event. An object with a ``type`` becomes an event of that name."""
     line = item if isinstance(item, str) else json.dumps(item, separators=(",", ":"))
     name = f"event: {item['type']}\n" if isinstance(item, dict) and "type" in item else ""
     return f"{name}data: {line}\n\n"

@@ -1,4 +1,4 @@
-"""``/v1/messages``: what clients of Anthropic's Messages API may send. A request is turned into a chat's."""
+"""Request bodies of ``/v1/messages``, Anthropic's Messages API, and their translation into chat requests."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ CALLED_HERE = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
 }
-"""What a chat's fields are called in this endpoint."""
+"""Names that the fields of a chat request have in this endpoint."""
 _UNREAD = (*MARKS, "caller", "citations", "toolset_name")
-"""Fields of blocks that say nothing to a model."""
+"""Fields of content blocks that the model never sees."""
 
 
 class _Block(Strict):
@@ -37,7 +37,7 @@ class TextBlock(_Block):
 
 
 def _as_blocks(given: Any, kinds: Sequence[str] = ("text",)) -> Any:
-    """A text alone is a block of text; blocks of other kinds are refused by name."""
+    """Turn a plain string into a text block, and refuse blocks of other types by name."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
     for own in given if isinstance(given, list) else ():
@@ -60,7 +60,7 @@ class ThinkingBlock(_Block):
 
 
 class RedactedBlock(_Block):
-    """Reasoning of another model that nobody can read."""
+    """Encrypted reasoning of another model, which cannot be read here."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
@@ -106,7 +106,7 @@ class OfferedTool(Strict):
 
 
 def _own_tools(given: Any) -> Any:
-    """Tools that Anthropic's servers run are left out, as if the model never chose them; a strict server refuses them."""
+    """Leave out tools that Anthropic's servers execute, as if the model never chose them. A strict server refuses them."""
     ignored = IGNORED.get()
     if ignored is None or not isinstance(given, list):
         return given
@@ -142,7 +142,7 @@ class CallChoice(Strict):
 class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
-    display: str | None = None  # without effect: reasoning is in the answer as it is
+    display: str | None = None  # no effect: reasoning is always in the answer
 
     _drop_nulls = model_validator(mode="before")(without_nulls)
 
@@ -171,7 +171,7 @@ class OutputConfig(Strict):
 
 
 class CountRequest(Body):
-    """A conversation, whose tokens may be counted."""
+    """Conversation whose tokens can be counted."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
@@ -205,13 +205,11 @@ class CountRequest(Body):
     def _ends_where_an_answer_may_begin(self) -> Self:
         last = self.messages[-1]
         if last.role == "assistant" and any(isinstance(block, CallBlock) for block in last.content):
-            raise refusal(
-                "messages", "the last message calls tools; send their results in a message of the user behind it"
-            )
+            raise refusal("messages", "the last message calls tools; send their results in a user message after it")
         return self
 
     def as_chat(self) -> ChatRequest:
-        """The same request as a chat. Raises :class:`ApiError` (400) in this endpoint's words."""
+        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
         try:
             return ChatRequest.model_validate(self._fields())
         except ValidationError as error:
@@ -222,7 +220,7 @@ class CountRequest(Body):
         messages = _messages(self.system, self.messages)
         goes_on = messages[-1]["role"] == "assistant"
         variables = self.chat_template_kwargs
-        if self.thinking is not None:  # templates know this switch under two names
+        if self.thinking is not None:  # templates use one of two names for this switch
             variables = dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled") | variables
         body: dict[str, Any] = {
             "model": self.model,
@@ -264,7 +262,8 @@ def _text(blocks: Sequence[TextBlock]) -> str:
 
 
 def _messages(system: Sequence[TextBlock], turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turns as a chat's messages. Turns of one role in a row are one; each result of a tool is a message."""
+    """Return the turns as chat messages. Consecutive turns of one role are joined; each tool result becomes a message of its
+    own."""
     told: list[dict[str, Any]] = [{"role": "system", "content": _text(system)}] if system else []
 
     def said_by(role: str) -> dict[str, Any]:
@@ -293,5 +292,5 @@ def _messages(system: Sequence[TextBlock], turns: Sequence[Turn]) -> list[dict[s
                 case RedactedBlock():
                     said_by(turn.role)
     if told[-1] == {"role": "assistant", "content": ""}:
-        told.pop()  # nothing to go on from
+        told.pop()  # an empty message cannot be continued
     return told

@@ -1,4 +1,4 @@
-"""What clients get from ``/v1/messages``: Anthropic's message objects, and the events that stream them."""
+"""Response objects of ``/v1/messages`` in Anthropic's form, and the events that stream them."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +26,13 @@ class MessagesDialect(EventDialect):
         decode: Callable[[Sequence[int]], str],
         parser: AnswerParser | None,
     ) -> None:
-        """``decode`` gives the text of tokens with special ones, in which ``stops`` are looked for."""
+        """Create the dialect. ``decode`` returns the text of tokens including special ones; ``stops`` are searched in it."""
         super().__init__(model, spell, parser)
         self._prompt, self._stops, self._decode = prompt, stops, decode
         self._blocks: list[Object] = []
         self._inputs: list[str] = []
-        """The JSON of each block's input; empty for those that have none."""
-        self._is_open = False  # the last block may go on
+        """JSON input of each block; empty for blocks without input."""
+        self._is_open = False  # the last block may receive more
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
@@ -81,7 +81,7 @@ class MessagesDialect(EventDialect):
             self._stop_reason = "tool_use" if self._parser and self._parser.num_calls else "end_turn"
 
     def _found(self, choice: Choice) -> str | None:
-        """The stop sequence that ended the answer: among its tokens are those that it is made of, which its text leaves out."""
+        """Return the stop sequence that ended the answer. The choice's tokens still contain it; its text does not."""
         if not self._stops:
             return None
         text = self._decode(choice.token_ids)
@@ -126,7 +126,7 @@ class MessagesDialect(EventDialect):
         }
 
     def _usage(self, usage: Usage) -> Object:
-        """Anthropic counts the tokens of a prompt that were cached apart from the others."""
+        """Return token counts. Anthropic counts cached prompt tokens apart from the others."""
         return {
             "input_tokens": usage.prompt - usage.cached,
             "cache_creation_input_tokens": 0,
@@ -137,7 +137,7 @@ class MessagesDialect(EventDialect):
 
 
 def _object(text: str) -> Object:
-    """The input of a call; empty where the answer was cut in it."""
+    """Parse the input of a call; return an empty object if the answer was cut within it."""
     try:
         found = json.loads(text)
     except ValueError:

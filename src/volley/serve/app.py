@@ -1,4 +1,4 @@
-"""The HTTP application: routes in OpenAI's shape around one :class:`Service`."""
+"""FastAPI application: OpenAI-compatible routes around one or more :class:`Service` objects."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from volley.serve.worker import Job
 
 T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
 OpenJob = Callable[[Service, T, str], Awaitable[tuple[Job, Dialect]]]
-"""``open_job(service, body, client)``: the job of a body, and what writes its answer."""
+"""Function ``open_job(service, body, client)`` that returns a request's job and the dialect that writes its answer."""
 
 _ERROR: dict[str, Any] = {
     "description": "An error in OpenAI's form",
@@ -62,7 +62,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 41
 
 
 def create_app(models: Models, config: ServeConfig) -> FastAPI:
-    """The application. The models' workers start and stop with its lifespan."""
+    """Create the application. Its lifespan starts and stops the models' workers."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -102,7 +102,7 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
             operation["responses"].pop("422", None)  # FastAPI's default for invalid bodies; this server answers 400
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"}:
-            route.methods.add("HEAD")  # load balancers ask so; a document of its own would say nothing new
+            route.methods.add("HEAD")  # load balancers send HEAD; documenting it apart would add nothing
     return app
 
 
@@ -136,34 +136,34 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. Nothing is kept."""
+        """Answer a conversation in the form of OpenAI's Responses API, whole or as a stream. No state is stored."""
         return await answer(body, request, Service.respond)
 
     @app.post("/v1/messages", response_class=Response)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream. Errors have its form, too."""
+        """Answer a conversation in the form of Anthropic's Messages API, whole or as a stream. Errors have that form too."""
         return await answer(body, request, Service.message)
 
     @app.post("/v1/messages/count_tokens", response_class=Response)
     async def count_tokens(body: CountRequest) -> Response:
-        """The number of tokens that a conversation of the Messages API has."""
+        """Count the tokens of a conversation in the form of the Messages API."""
         return JSON(await models.find(body.model).count_tokens(body))
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """The models that are served, and the names that choose an adapter for one of them."""
+        """List the served models and the names that select one of their adapters."""
         names = models.names
-        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # of Anthropic's API
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # paging fields of Anthropic's API
         return {"object": "list", "data": [models.find(name).card(name, started) for name in names], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
-        """The model of this name."""
+        """Return the model with this name."""
         return JSON(models.find(model).card(model, started))
 
 
 def _timeout(config: ServeConfig, request: Request) -> float:
-    """Seconds for one request: the server's, or fewer where the client's header says so."""
+    """Return the timeout of one request in seconds: the server's, or a shorter one from the client's header."""
     given, most = request.headers.get("x-request-timeout"), config.request_timeout
     if given is None:
         return most
@@ -180,17 +180,17 @@ def _timeout(config: ServeConfig, request: Request) -> float:
 def _add_token_routes(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         return JSON(await models.find(body.model).tokenize(body))
 
     @app.post("/detokenize", response_class=Response)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return JSON(await models.find(body.model).detokenize(body))
 
     @app.get("/tokenizer_info", response_class=Response)
     async def tokenizer_info(model: str | None = None) -> Response:
-        """The tokenizer's special tokens and chat template."""
+        """Return the tokenizer's special tokens and chat template."""
         return JSON(models.find(model).tokenizer_info())
 
 
@@ -198,20 +198,20 @@ def _add_status_routes(app: FastAPI, models: Models) -> None:
     @app.get("/ping", response_class=Response)
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        """Liveness: 200 while any engine's thread lives; anything else means that only a restart helps."""
+        """Report liveness: 200 while any engine's thread is alive. Any other status means that the server must be restarted."""
         stopped = ", ".join(models.stopped)
         status = f"the engine of {stopped} has stopped" if stopped else "ok"
         return JSON({"status": status}, 200 if models.is_alive else 503)
 
     @app.get("/ready", response_class=Response)
     async def ready() -> Response:
-        """Readiness: 200 while new requests are taken."""
+        """Report readiness: 200 while new requests are accepted."""
         is_ready = models.is_alive and not models.draining
         return JSON({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(models.metrics(), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
@@ -245,7 +245,7 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _explained(error: HTTPException, request: Request) -> str:
-    """What was wrong with a request that no endpoint has seen, and what to do."""
+    """Explain what is wrong with a request that matched no endpoint, and what to do instead."""
     path = request.url.path[:200]
     match error.status_code, error.__cause__:
         case 400, UnicodeDecodeError():

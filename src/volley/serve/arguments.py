@@ -1,4 +1,4 @@
-"""Arguments of calls in notations of their own, made JSON while they are written."""
+"""Incremental conversion of tool-call arguments from a model's own notation to JSON."""
 
 import json
 import math
@@ -11,11 +11,11 @@ import regex
 from volley.serve.formats import ParameterText
 
 _WORDS = {"True": True, "False": False, "None": None}
-"""What templates that print values of Python's make of JSON's."""
+"""Python literals that some templates print in place of JSON's."""
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema behind the references that lead to it inside ``root``; empty where they lead nowhere."""
+    """Follow a schema's references inside ``root``; return an empty schema if they lead nowhere."""
     for _ in range(100):
         if not isinstance(schema, Mapping) or not isinstance(pointer := schema.get("$ref"), str):
             break
@@ -27,9 +27,9 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 8, seen: set[int] | None = None) -> set[str]:
-    """The types that a value may have under a schema; empty if it does not say. Of parts inside parts down to ``depth``.
+    """Return the types that a schema allows, or an empty set if it does not say. Nested schemas are read down to ``depth``.
 
-    Parts that were ``seen`` are left out: a schema may refer to itself, and to its parts in as many ways as it likes.
+    Schemas already ``seen`` are skipped, because a schema may refer to itself and to its parts any number of times.
     """
     schema, seen = resolved(schema, root), set() if seen is None else seen
     if id(schema) in seen:
@@ -55,22 +55,22 @@ def _type_of(value: Any) -> str:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest beginning of ``mark`` with which a text ends."""
+    """Return the length of the longest prefix of ``mark`` that ``text`` ends with."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def _escaped(text: str) -> str:
-    """A part of a string as JSON has it, without the quotes."""
+    """Return part of a string with JSON's escapes, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class _Arguments:
-    """Feed it text; it gives the JSON that this brings. What follows the arguments is not read."""
+    """Incremental parser: receives text and returns the JSON that became known. Text behind the arguments is ignored."""
 
     def __init__(self) -> None:
         self.is_done = False
         self._buffer = ""
-        self._phase: Callable[[], str | None]  # takes text from the buffer and gives JSON. None: it needs more text
+        self._phase: Callable[[], str | None]  # reads the buffer and returns JSON; None: more text is needed
 
     def feed(self, text: str) -> str:
         self._buffer += text
@@ -81,9 +81,9 @@ class _Arguments:
             yield told
 
     def _up_to(self, mark: str, before: str = "") -> tuple[str | None, bool]:
-        """Text up to ``mark``, or as much as cannot belong to it, and whether the mark was there.
+        """Return the text up to ``mark``, or as much as cannot be part of it, and whether the mark was found.
 
-        ``before`` is dropped once if it stands right before the mark.
+        ``before`` is dropped once if it stands directly before the mark.
         """
         end = self._buffer.find(mark)
         if end >= 0:
@@ -95,14 +95,14 @@ class _Arguments:
 
 
 class TaggedArguments(_Arguments):
-    """Each argument between tags. A text is told as it is written, any other value when its tag closes.
+    """Arguments that stand between tags. A string is returned as it is written, any other value when its tag closes.
 
-    A closing tag is followed by the next argument or by what stands behind the last one; anything else makes it a part of the
-    value. Where the notation has it on a line of its own, it closes only there, unless the value began beside its opening tag.
+    A closing tag counts only if the next argument or the text that ends the last one follows; otherwise it is part of the value.
+    If the notation puts the tag on a line of its own, it counts only there, unless the value began on the opening tag's line.
     """
 
     def __init__(self, tags: ParameterText, schema: Mapping[str, Any]) -> None:
-        """``schema`` is that of the arguments: it tells which are texts."""
+        """Create a parser. ``schema`` describes the arguments; it says which of them are strings."""
         super().__init__()
         self._tags = tags
         middle = r"\s*".join(map(re.escape, re.split(r"(?<=>)\s*(?=<)", tags.middle.strip())))
@@ -120,19 +120,19 @@ class TaggedArguments(_Arguments):
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._types: set[str] = set()
         self._separator = ""
-        self._is_lenient = not self._has_lines  # a tag closes anywhere
-        self._is_whole = False  # nothing of the value was taken from the buffer
-        self._seen = 0  # no closing tag begins before this place of the buffer
-        self._held: int | None = None  # where a tag would close if tags closed anywhere
+        self._is_lenient = not self._has_lines  # a closing tag counts anywhere
+        self._is_whole = False  # no part of the value has been taken from the buffer yet
+        self._seen = 0  # no closing tag begins before this index of the buffer
+        self._held: int | None = None  # index of a tag that closes the value if closing tags count anywhere
         self._phase = self._begin
 
     @property
     def is_between(self) -> bool:
-        """Whether no argument is open."""
+        """Return whether no argument is open."""
         return self._phase in (self._begin, self._between)
 
     def end(self) -> str:
-        """What the end of the call brings, though what stands behind the last argument may be missing."""
+        """Return the JSON that the call's end adds, even if the text behind the last argument is missing."""
         told = ""
         if not self.is_between and not self.is_done and not self._line_at_the_end.search(self._buffer):
             self._is_lenient, self._has_lines = True, False
@@ -179,7 +179,7 @@ class TaggedArguments(_Arguments):
         return json.dumps(_read_as(self._take(*end), self._types), ensure_ascii=False)
 
     def _take(self, end: int, after: int) -> str:
-        """Text up to ``end``; the buffer goes on at ``after``."""
+        """Return the text up to ``end`` and continue the buffer at ``after``."""
         text, self._buffer = self._buffer[:end], self._buffer[after:]
         self._is_whole = self._is_whole and not after
         self._seen = max(0, self._seen - after)
@@ -187,7 +187,7 @@ class TaggedArguments(_Arguments):
         return text
 
     def _closing(self) -> tuple[int, int] | None:
-        """Where the value ends and where its tag ends; ``None``: not yet, and no tag begins before ``_seen``."""
+        """Return the ends of the value and of its closing tag, or ``None`` if no closing tag begins before ``_seen``."""
         anywhere = self._anywhere.search(self._buffer, self._seen, partial=True) if self._held is None else None
         if self._is_lenient:
             found = anywhere
@@ -213,7 +213,7 @@ def _finite(number: str) -> float:
 
 
 def _read_as(text: str, types: set[str]) -> Any:
-    """A value of one of ``types``, or the text as it is."""
+    """Return the text as a value of one of ``types``, or unchanged."""
     word = text.strip()
     try:
         value: Any = _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_refuse, parse_float=_finite)
@@ -226,7 +226,7 @@ def _read_as(text: str, types: set[str]) -> Any:
 
 
 class QuotedArguments(_Arguments):
-    """JSON whose keys are bare and whose strings have quotes of their own. Words that are no JSON become strings."""
+    """JSON with bare keys and with string quotes of its own. Words that are not JSON become strings."""
 
     _KEY, _WORD = re.compile(r'[^:,{}\[\]"<]+'), re.compile(r'[^,{}\[\]"<]+')
     _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -235,7 +235,7 @@ class QuotedArguments(_Arguments):
         super().__init__()
         self._quote = quote
         self._open: list[str] = []
-        self._is_key = False  # whether a key may come next
+        self._is_key = False  # a key may come next
         self._phase = self._outside
 
     def _outside(self) -> str | None:
@@ -280,7 +280,7 @@ class QuotedArguments(_Arguments):
     def _word(self) -> str | None:
         found = (self._KEY if self._is_key else self._WORD).match(self._buffer)
         end = found.end() if found else 1
-        if end == len(self._buffer):  # it may go on
+        if end == len(self._buffer):  # more of it may follow
             return None
         word, self._buffer = self._buffer[:end].strip(), self._buffer[end:]
         try:

@@ -1,6 +1,6 @@
-"""Reads calls without marks: a whole answer that is one JSON object with the name of a tool and valid arguments.
+"""Detection of tool calls without markers: an answer that is one JSON object with a tool's name and valid arguments.
 
-Small models answer so. Everything else stays text.
+Small models answer this way. Any other answer stays text.
 """
 
 import json
@@ -23,10 +23,10 @@ _PATTERN_SECONDS = 0.1
 
 
 class BareCalls:
-    """Holds an answer back for as long as it may be such an object, alone or in one fence of JSON."""
+    """Buffer that holds an answer back while it may be such an object, alone or in one JSON code fence."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """``tools`` are those that may be called, in OpenAI's form."""
+        """Create a buffer. ``tools`` are the tools that may be called, in OpenAI's form."""
         functions = (tool["function"] for tool in tools)
         self._schemas = {function["name"]: function.get("parameters") or {} for function in functions}
         names = "|".join(regex.escape(json.dumps(name)) for name in self._schemas)
@@ -34,11 +34,11 @@ class BareCalls:
         kind = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
         self._head = regex.compile(rf"\s*({_FENCE}(?:json)?\s*)?(?=\{{\s*{kind}(?:{first}))")
         self._text = ""
-        self._is_text = False  # it is known that the answer is no such object
-        self._strings: Strings | None = None  # of the object, once its beginning is known
+        self._is_text = False  # the answer is certainly no such object
+        self._strings: Strings | None = None  # strings of the object, once it has begun
 
     def feed(self, parts: Sequence[Part]) -> list[Part]:
-        """The parts that do not have to wait."""
+        """Return the parts that need not be held back."""
         told: list[Part] = []
         for part in parts:
             if self._is_text or part.kind == "reasoning":
@@ -52,14 +52,14 @@ class BareCalls:
         return told
 
     def finish(self, index: int) -> list[Part]:
-        """What was held back: the call, which has ``index``, or the text."""
+        """Return what was held back: the call with index ``index``, or the text."""
         found = None if self._is_text else self._call()
         if found is None:
             return self.release()
         return [Part("call", found[0], index, new_call_id()), Part("arguments", found[1], index)]
 
     def release(self) -> list[Part]:
-        """What was held back, as text. Nothing is held back any more."""
+        """Return what was held back as text, and hold nothing back from now on."""
         self._is_text, text, self._text = True, self._text, ""
         return [Part("content", text)] if text else []
 
@@ -75,7 +75,7 @@ class BareCalls:
         return self._object() is not None
 
     def _object(self) -> tuple[Any, bool] | None:
-        """The object, once it is there, and whether the answer may end here; ``None``: there is more than the object."""
+        """Return the complete object and whether the answer may end here, or ``None`` if other text surrounds it."""
         head = self._head.match(self._text)
         if head is None:
             return None
@@ -87,7 +87,7 @@ class BareCalls:
         return (value, rest == fence) if fence.startswith(rest) else None
 
     def _call(self) -> tuple[str, str] | None:
-        """The name of the tool and the arguments as JSON, if that is the answer."""
+        """Return the tool's name and the arguments as JSON if the answer is such an object."""
         match self._object():
             case ({"name": str(name), **fields} as whole, True) if name in self._schemas and whole.keys() <= _KEYS:
                 given = [fields[key] for key in _ARGUMENTS if key in fields]
@@ -106,7 +106,7 @@ class BareCalls:
 
 
 def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value is valid under a schema, as far as that can be told in bounded time and without the network."""
+    """Return whether a value is valid under a schema, as far as bounded time without network access can tell."""
     references = 0
 
     def refer(validator: Any, reference: Any, instance: Any, own: Any) -> Iterator[ValidationError]:
@@ -121,12 +121,12 @@ def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
         if is_text and not regex.search(pattern, instance, timeout=_PATTERN_SECONDS):
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
-    if "patternProperties" in json.dumps(schema):  # jsonschema matches these in any time that they take
+    if "patternProperties" in json.dumps(schema):  # jsonschema's time for these patterns is unbounded
         return False
     try:
         checked = extend(Draft202012Validator, {"$ref": refer, "pattern": match})
         return bool(checked(schema, registry=Registry()).is_valid(value))
-    except Exception:  # a client's schema may be anything
+    except Exception:  # a client's schema may raise anything
         return False
 
 

@@ -1,4 +1,4 @@
-"""Reads one region of calls as it is written, so that a client gets the arguments before the call is complete."""
+"""Incremental reader of tool calls: clients receive arguments before the call is complete."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from volley.serve.formats import CallText
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of an answer. A ``call`` begins tool call ``index``; ``arguments`` are more of that call's JSON."""
+    """Part of an answer. ``call`` begins tool call ``index``; ``arguments`` are more JSON of that call."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
-    """Of a call: the function's name."""
+    """Name of the function, if this is a call."""
     index: int = 0
     call_id: str = ""
 
 
 def new_call_id() -> str:
-    """Nine letters and digits, which is what Mistral's templates ask for and all others take."""
+    """Return a call id of nine letters and digits: Mistral's templates require this form and all others accept it."""
     return uuid.uuid4().hex[:9]
 
 
 class CallReader:
-    """Reads one region of calls: objects with ``name`` and ``arguments``, or a name and its arguments.
+    """Reader of one region of calls: objects with ``name`` and ``arguments``, or a name followed by its arguments.
 
-    What is no call gives no parts.
+    Text that is no call yields no parts.
     """
 
     _ARGUMENTS = ("arguments", "parameters")
@@ -39,7 +39,7 @@ class CallReader:
     def __init__(
         self, index: int, call: CallText | None = None, schemas: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """The first call has ``index``. ``schemas`` are those of the arguments, by the names of functions."""
+        """Create a reader. The first call gets ``index``. ``schemas`` maps function names to the schemas of their arguments."""
         self._index, self._call, self._schemas = index, call, schemas or {}
         self._head = re.compile(call.head) if call and call.head else None
         self._translation: TaggedArguments | QuotedArguments | None = None
@@ -58,14 +58,14 @@ class CallReader:
         return parts
 
     def close(self) -> list[Part]:
-        """The region has ended, or the answer has: what closes the region may end the arguments too."""
+        """Finish at the end of the region or the answer. The text that closes the region may also end the arguments."""
         if self._call is None or self._call.parameter is None:
             return []
         if isinstance(self._translation, TaggedArguments):
             return self._more(self._translation.end())
         return self.feed(self._call.parameter.after)
 
-    # Each phase takes text from the buffer, sets the next phase and gives parts. None: it needs more text.
+    # Each phase reads the buffer, sets the next phase and returns parts. None: more text is needed.
     def _outside(self) -> list[Part] | None:
         self._buffer = self._buffer.lstrip(" \n\r\t[],;")
         if not self._buffer:
@@ -132,19 +132,19 @@ class CallReader:
             self._phase, self._depth = self._arguments, 0
             return self._begin() if self._name else []
         found = self._decoded()
-        if found is None or found[1] == len(self._buffer):  # a number may go on
+        if found is None or found[1] == len(self._buffer):  # a number may have more digits
             return None
         value, end = found
         self._buffer, self._phase = self._buffer[end:], self._next_key
         if self._key == "name":
             self._name = str(value)
             return [*self._begin(), *self._more(self._waiting)] if self._waiting else []
-        if self._key in self._ARGUMENTS and isinstance(value, str):  # JSON as a string
+        if self._key in self._ARGUMENTS and isinstance(value, str):  # JSON in a string
             self._waiting = value
         return []
 
     def _arguments(self) -> list[Part]:
-        """Characters of the arguments, up to the brace that closes them. Models write line breaks in strings as they are."""
+        """Return text of the arguments up to the closing brace. Models leave line breaks in strings unescaped."""
         end, written = len(self._buffer), list[str]()
         for place, character in enumerate(self._buffer):
             is_raw = self._in_string and character < " "
@@ -166,7 +166,7 @@ class CallReader:
         return self._more("".join(written))
 
     def _decoded(self) -> tuple[Any, int] | None:
-        """The JSON value at the buffer's beginning and where it ends, once it is complete."""
+        """Return the JSON value at the start of the buffer and its end, once it is complete."""
         try:
             return self._decoder.raw_decode(self._buffer)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Grammars of whole answers: calls that a request forces, strict arguments, and forms that begin only after reasoning."""
+"""Grammars of whole answers: forced calls, strict arguments, and formats that apply only after reasoning."""
 
 import json
 import re
@@ -22,11 +22,11 @@ def grammar_of_answer(
     is_thinking: bool,
     is_answering: bool = False,
 ) -> Grammar | None:
-    """What an answer must be: calls where they are forced, else calls or ``own``, else ``own``; ``None``: anything.
+    """Return the grammar of an answer, or ``None`` if anything is allowed.
 
-    Strict tools that may be called at any place bind the text from the beginning of each call. ``is_thinking`` says that the
-    prompt has opened reasoning: then whatever is asked for begins after it. ``is_answering`` says that it has opened the answer.
-    Raises :class:`ConfigError`.
+    Forced calls allow only calls. Otherwise the answer may be a call or match ``own``. Strict tools constrain the text from the
+    beginning of each call. ``is_thinking``: the prompt has opened reasoning, so the grammar applies after it. ``is_answering``:
+    the prompt has opened the answer. Raises :class:`ConfigError`.
     """
     offered, markers = tools.offered, Markers(tokenizer)
     call = form.call if form is not None and offered else None
@@ -62,19 +62,19 @@ def grammar_of_answer(
 
 
 def _answer(own: Grammar, opens: tuple[str, str] | None, markers: Markers) -> list[str]:
-    """Rules for an answer of a form, behind what opens one."""
+    """Return rules for an answer that matches ``own``, behind the text that opens it."""
     before = f"{markers.literal(opens[0])} form" if opens else "form"
     return [f"answer: {before}", f"form: {_in_lark(own)}"]
 
 
 def _calls(call: CallText, tools: Sequence[Tool], markers: Markers, *, is_single: bool, binds_all: bool) -> list[str]:
-    """Rules for ``calls``: one of the tools, or several where the format can write them."""
+    """Return rules for ``calls``: one call, or several if the format can write them."""
     more = "" if is_single or call.between is None else f" ({markers.literal(call.between)} call)*"
     return [f"calls: call{more}", *_call(call, call.begin, tools, markers, binds_all=binds_all)]
 
 
 def _call(call: CallText, begin: str, tools: Sequence[Tool], markers: Markers, *, binds_all: bool) -> list[str]:
-    """Rules for ``call``, which begins with ``begin``."""
+    """Return rules for ``call``, which begins with ``begin``."""
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
         before = markers.literal(begin + tool.function.name + call.middle)
@@ -83,9 +83,9 @@ def _call(call: CallText, begin: str, tools: Sequence[Tool], markers: Markers, *
 
 
 def _strict_anywhere(call: CallText, tools: Sequence[Tool], markers: Markers) -> Grammar | None:
-    """Text with calls in it, whose arguments follow their schemas; ``None`` if it cannot be told where a call begins.
+    """Return a grammar of text with calls whose arguments follow their schemas, or ``None`` if a call's beginning is ambiguous.
 
-    The format says it, or a call begins with a marker, or with the answer itself.
+    The format defines the beginning, or a call begins with a marker or at the start of the answer.
     """
     if call.anywhere:
         return _as_format_says(call, tools, markers)
@@ -107,7 +107,7 @@ def _strict_anywhere(call: CallText, tools: Sequence[Tool], markers: Markers) ->
 
 
 def _as_format_says(call: CallText, tools: Sequence[Tool], markers: Markers) -> Grammar:
-    """The format's own grammar of answers with calls in them."""
+    """Return the format's own grammar of answers with calls in them."""
     rules = []
     for rule in call.anywhere:
         head, body = rule.split(": ", 1)
@@ -119,7 +119,8 @@ def _as_format_says(call: CallText, tools: Sequence[Tool], markers: Markers) -> 
 
 
 def _arguments(call: CallText, tools: Sequence[Tool], markers: Markers, *, binds_all: bool) -> list[str]:
-    """Rules ``arguments_0`` and so on. If not all are bound, those of loose tools may be anything where they must."""
+    """Return the rules ``arguments_0``, ``arguments_1`` and so on. Unless ``binds_all``, a tool that is not strict accepts any
+    arguments if its schema cannot be expressed."""
     rules = []
     for index, tool in enumerate(tools):
         name = f"arguments_{index}"
@@ -133,7 +134,7 @@ def _arguments(call: CallText, tools: Sequence[Tool], markers: Markers, *, binds
 
 
 def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
-    """Whether the notation of a call can express what all tools take."""
+    """Return whether the notation of a call can express the arguments of all tools."""
     try:
         for tool in tools:
             arguments_in_lark("arguments", tool.schema_of_arguments, call, json.dumps)
@@ -143,12 +144,12 @@ def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
 
 
 def _in_lark(grammar: Grammar) -> str:
-    """A grammar as a part of another one."""
+    """Return a grammar as part of another one."""
     if grammar.kind == "json_schema":
         return in_json(json.loads(grammar.source), grammar.whitespace)
     if grammar.kind == "choice":
         return " | ".join(map(json.dumps, json.loads(grammar.source)))
     raise ConfigError(
-        f"a {grammar.kind} grammar cannot stand beside tools or behind reasoning; use a JSON schema, or switch reasoning off "
+        f"a {grammar.kind} grammar cannot be combined with tools or reasoning; use a JSON schema, or switch reasoning off "
         "with reasoning_effort none"
     )

@@ -1,4 +1,4 @@
-"""How the server is set up, and the keys it accepts."""
+"""Options of the server and the API keys that it accepts."""
 
 import hashlib
 import hmac
@@ -14,50 +14,52 @@ KEY_VARIABLE = "VOLLEY_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """The server around an engine. Sizes and times are limits on what one client can cost the others."""
+    """Options of the server. Sizes and times limit what one client can cost the others."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every one of this machine's."""
+    """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose."""
     models: Path | None = None
-    """TOML file of several models: a table [models.NAME] each, with its own options; all others are as given here."""
+    """TOML file of several models: a table [models.NAME] each, with its own options; the others come from the command line."""
     served_model_name: str | None = None
-    """Name clients give as model; by default the target folder's."""
+    """Name that clients give as model; by default the target folder's."""
     answer_format: str = "auto"
-    """How answers hold reasoning and tool calls: auto asks the chat template; none, a format's name, or a JSON file."""
+    """Format of reasoning and tool calls in answers: auto detects it from the chat template; none, a format's name, or a JSON
+    file."""
     bare_calls: bool = True
-    """Under tool_choice auto, an answer that is one JSON object with a tool's name and valid arguments calls it."""
+    """Under tool_choice auto, treat an answer that is one JSON object with a tool's name and valid arguments as a call."""
     chat_template: str | None = None
     """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling defaults of requests: auto takes what the model's generation config sets; none is OpenAI's."""
+    """Sampling defaults of requests: auto takes those of the model's generation config; none takes OpenAI's."""
     api_key_file: Path | None = None
-    """File of accepted API keys, one a line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is asked."""
+    """File of accepted API keys, one per line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is
+    required."""
     rate_limit: float | None = None
-    """Requests a minute that each API key may make; of all clients together where no keys are asked. More get 429."""
+    """Requests per minute for each API key, or for all clients together if no keys are required. Further ones get 429."""
     tls_cert_file: Path | None = None
     """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
     tls_key_file: Path | None = None
     """Private key (PEM) of the certificate."""
     adapters: tuple[str, ...] = ()
-    """Adapters of the drafter, as NAME=FOLDER; clients choose one with the model MODEL:NAME."""
+    """Adapters of the drafter, as NAME=FOLDER; clients select one with the model MODEL:NAME."""
     max_waiting: int = 256
-    """Requests that may queue beside the running ones; more are answered with 429."""
+    """Requests that may queue beside the running ones; further ones get 429."""
     request_timeout: float = 600.0
-    """Seconds that one request may take, queue included."""
+    """Seconds that one request may take, including the queue."""
     receive_timeout: float = 20.0
-    """Seconds in which a client must have sent its headers, and again its body."""
+    """Seconds within which a client must send its headers, and again its body."""
     max_body_bytes: int = 1_048_576
-    """Largest request body."""
+    """Largest request body in bytes."""
     shutdown_timeout: float = 60.0
     """Seconds that running requests get to finish after SIGTERM."""
     cors_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the server, * for all; by default none."""
+    """Web origins whose pages may call the server, * for all; none by default."""
     strict: bool = False
-    """Refuse requests that have unknown fields, instead of ignoring these."""
+    """Refuse requests with unknown fields instead of ignoring the fields."""
     log_prompts: bool = False
-    """Write request bodies, prompts included, to the log."""
+    """Log request bodies, prompts included."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -82,24 +84,24 @@ class ServeConfig:
 
     @property
     def is_ssl(self) -> bool:
-        """Whether it speaks HTTPS."""
+        """Return whether the server uses HTTPS."""
         return self.tls_cert_file is not None
 
 
 OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
 OF_THE_SERVER -= {"adapters", "answer_format", "bare_calls", "chat_template", "generation_config", "max_waiting"}
-"""Options that no single model of several can have."""
+"""Options that belong to the whole server, not to one of several models."""
 
 
 class ApiKeys:
-    """The accepted keys, kept as digests. Checking takes the same time whatever is presented."""
+    """Accepted API keys, stored as digests. A check takes the same time for any input."""
 
     def __init__(self, keys: list[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @classmethod
     def load(cls, file: Path | None) -> "ApiKeys":
-        """Keys of a file (blank lines and lines that begin with # are skipped), or the one in the environment."""
+        """Load the keys of a file (skipping blank lines and lines that begin with #), or the key in the environment."""
         if file is None:
             key = os.environ.get(KEY_VARIABLE, "").strip()
             return cls([key] if key else [])

@@ -1,8 +1,8 @@
-"""Conversations as one chat template can write them.
+"""Adaptation of conversations to what one chat template can render.
 
-Templates differ in what they take: some know one call in a message, ids of nine characters, one message of the system at the
-beginning, or no calls at all, and what they do not take they refuse or leave out. So a template is asked once, before the first
-request: small conversations are rendered, and where something of one is missing, another way to put it is used if that helps.
+Templates accept different messages: some allow one call per message, ids of nine characters, one system message at the beginning,
+or no calls at all. They refuse other messages or silently drop them. Each template is therefore probed once, before the first
+request: small conversations are rendered, and if part of one is missing, a rewriting of the messages is adopted if it helps.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from typing import Any
 
 Message = dict[str, Any]
 Way = Callable[[Sequence[Message]], list[Message]]
-"""Puts the same conversation otherwise."""
+"""Function that rewrites a conversation without changing its meaning."""
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Ids of calls as nine letters and digits, which is what Mistral's templates insist on. Such ids stay as they are."""
+    """Replace ids of calls by nine letters and digits, as Mistral's templates require. Ids of that form are kept."""
 
     def short(call_id: str) -> str:
         is_short = re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) is not None
@@ -35,14 +35,14 @@ def short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def one_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages of the system at the beginning as one."""
+    """Join the system messages at the beginning into one."""
     first = next((place for place, own in enumerate(messages) if own["role"] != "system"), len(messages))
     joined = "\n\n".join(own["content"] for own in messages[:first])
     return [*([{**messages[0], "content": joined}] if first else []), *messages[first:]]
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Calls one after the other, each with its result before the next; what was thought and said comes with the first."""
+    """Write one call per message, each followed by its result. Reasoning and text stay with the first call."""
     told: list[Message] = []
     rest = list(messages)
     while rest:
@@ -64,7 +64,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def results_beside_calls(messages: Sequence[Message]) -> list[Message]:
-    """Results in the message of their calls, as ``tool_responses``: what early templates of Gemma 4 read."""
+    """Move results into the message of their calls, as ``tool_responses``: early templates of Gemma 4 read them there."""
     told: list[Message] = []
     for message in text_before_calls(messages):
         last = told[-1] if told else {}
@@ -72,14 +72,14 @@ def results_beside_calls(messages: Sequence[Message]) -> list[Message]:
             result = {"name": message.get("name", "unknown"), "response": message["content"]}
             told[-1] = {**last, "tool_responses": [*last.get("tool_responses", ()), result]}
         elif message["role"] == "assistant" and "tool_responses" in last and not message.get("tool_calls"):
-            told[-1] = {**last, "content": message["content"]}  # the model went on in the same turn
+            told[-1] = {**last, "content": message["content"]}  # the model continued in the same turn
         else:
             told.append(message)
     return told
 
 
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls as JSON in the text of their message, which is also how they are forced where no format is known."""
+    """Write calls as JSON in the text of their message. Calls are forced in this form too if no format is known."""
     told = []
     for message in messages:
         own = dict(message)
@@ -90,7 +90,7 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def tools_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The same, and results as messages of the user, those in a row as one."""
+    """Write calls as :func:`calls_as_text` does and results as user messages. Consecutive results become one message."""
     told: list[Message] = []
     for is_result, group in groupby(calls_as_text(messages), key=lambda own: own["role"] == "tool"):
         some = list(group)
@@ -99,7 +99,7 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Arguments as JSON text: DeepSeek's templates write what they are given between their marks."""
+    """Write arguments as JSON text: DeepSeek's templates insert them unchanged between their markers."""
 
     def with_text(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -111,12 +111,12 @@ def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def no_content_beside_calls(messages: Sequence[Message]) -> list[Message]:
-    """Calls without a text in messages whose content is ``None``: some templates write calls of no other message."""
+    """Set the content of messages that have calls and no text to ``None``: some templates render calls only then."""
     return [{**own, "content": own["content"] or None} if own.get("tool_calls") else dict(own) for own in messages]
 
 
 def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
-    """Arguments that are no object, since a model wrote none or was cut, under a name: some templates ask for theirs."""
+    """Wrap arguments that are not an object, because the model wrote none or was cut: some templates iterate over them."""
 
     def with_object(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
@@ -133,7 +133,7 @@ def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, A
 
 
 def text_before_calls(messages: Sequence[Message]) -> list[Message]:
-    """What is said beside calls as a message of its own before them."""
+    """Move text beside calls into a message of its own before them."""
     told: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
@@ -144,7 +144,7 @@ def text_before_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def text_as_thought(messages: Sequence[Message]) -> list[Message]:
-    """What is said beside calls as the end of what was thought: gpt-oss's template has one place for both."""
+    """Append text beside calls to the reasoning: gpt-oss's template has one place for both."""
     told = []
     for message in messages:
         own = dict(message)
@@ -156,10 +156,11 @@ def text_as_thought(messages: Sequence[Message]) -> list[Message]:
 
 
 class Conversations:
-    """Puts conversations as a template can write them, and otherwise as they came."""
+    """Rewrites conversations so that a template can render them; others stay unchanged."""
 
     def __init__(self, render: Callable[..., str]) -> None:
-        """``render`` gives the text of messages in the form of :func:`volley.serve.messages.for_template`, and of ``tools``."""
+        """Probe a template. ``render`` returns the text of ``tools`` and of messages as
+        :func:`volley.serve.messages.for_template` returns them."""
         self._render = render
         self.ways: list[Way] = []
         for probe, texts, alternatives in _PROBES:
@@ -174,8 +175,8 @@ class Conversations:
         return _put(messages, self.ways)
 
     def opening(self) -> str:
-        """What the template writes for an answer to begin, behind a message of the user and of a tool alike; empty if that cannot
-        be told."""
+        """Return the text with which the template opens an answer after a user message and after a tool result alike; empty if
+        unknown."""
         mark, endings = "Asked by volley", list[str]()
         for messages in ([{"role": "user", "content": mark}], [_ASKED, _answer(_A), _result(_A, mark)]):
             try:
@@ -187,7 +188,7 @@ class Conversations:
         return "".join(letters[0] for letters in alike)[::-1]
 
     def _are_told(self, texts: Sequence[str], messages: list[Message]) -> bool:
-        """Whether the template writes all of ``texts``, each as often as it stands there."""
+        """Return whether the template renders all of ``texts`` as often as they occur."""
         try:
             text = self._render(messages, tools=[_OFFERED])
         except Exception:  # a template may raise anything
@@ -198,7 +199,7 @@ class Conversations:
 
 
 def _put(messages: Sequence[Message], ways: Sequence[Way]) -> list[Message]:
-    """The messages put in each of ``ways``, one after the other."""
+    """Return the messages rewritten by each of ``ways`` in turn."""
     told = list(messages)
     for way in ways:
         told = way(told)
@@ -225,7 +226,7 @@ _OFFERED: dict[str, Any] = {
 _ASKED: Message = {"role": "user", "content": "Asked"}
 _A, _B = _call("a"), _call("b")
 _PYTHON = repr(next(iter(_A["function"]["arguments"])))
-"""A key as Python writes it: a template that gives an object's own text has been given the wrong thing."""
+"""Key as Python prints it: in a rendered prompt it shows that the template printed an object's ``repr``."""
 _TOLD_A, _TOLD_B = ("probe_a", "Placea"), ("probe_b", "Placeb")
 _CUT: dict[str, Any] = {"id": f"call_{'c' * 24}", "type": "function"}
 _CUT["function"] = {"name": "probe_c", "arguments": '{"city": "Placec'}
@@ -259,4 +260,5 @@ _PROBES: tuple[tuple[list[Message], tuple[str, ...], tuple[tuple[Way, ...], ...]
     ),
     ([_ASKED, _answer(_CUT), _result(_CUT, "Resultc")], (*_TOLD_CUT, "Resultc"), ((arguments_as_objects,),)),
 )
-"""A conversation, what must be told of it, and what is tried if it is not: the first of these sequences of ways that helps."""
+"""Probes: a conversation, the texts that must be rendered, and the sequences of rewritings to try. The first that helps is
+used."""

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them, or Anthropic's: one body, one table from exceptions to statuses."""
+"""Error responses in OpenAI's or Anthropic's form, and one table from exceptions to status codes."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from volley.errors import NonFiniteError, VolleyError
 from volley.serve.worker import QueueFull, Stopped
 
 ANTHROPIC = "/v1/messages"
-"""Where paths of Anthropic's Messages API begin."""
+"""Path prefix of Anthropic's Messages API."""
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -22,7 +22,7 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """An answer other than success. ``param`` names the field at fault."""
+    """Error response. ``param`` names the field at fault."""
 
     def __init__(
         self,
@@ -40,20 +40,20 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def response(self, path: str = "") -> Response:
-        """In OpenAI's form, or in Anthropic's for its endpoints."""
+        """Return the response in OpenAI's form, or in Anthropic's for its endpoints."""
         body = self.as_anthropic() if path.startswith(ANTHROPIC) else self.body
         return JSON(body, self.status, self.headers)
 
     def as_anthropic(self) -> dict[str, Any]:
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         message, param = (self.body["error"][name] for name in ("message", "param"))
-        if param is not None and param.split(".")[-1] not in str(message):  # this form has no other place for it
+        if param is not None and param.split(".")[-1] not in str(message):  # this form has no field for it
             message = f"{param}: {message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 class JSON(Response):
-    """Escapes everything outside ASCII, so that nothing a client sent can fail to be encoded or split a line."""
+    """JSON response that escapes all non-ASCII characters, so that any client text can be encoded and stays on one line."""
 
     media_type = "application/json"
 
@@ -65,7 +65,7 @@ class JSON(Response):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception."""
+    """Return the error response for an exception."""
     match error:
         case ApiError():
             return error
@@ -101,4 +101,4 @@ def shutting_down(retry_after: float) -> ApiError:
 
 
 EXPECTED = (ApiError, QueueFull, Stopped, VolleyError)
-"""What :func:`as_api_error` has a client's answer for; anything else is a bug."""
+"""Exceptions that :func:`as_api_error` explains to a client. Any other exception is a bug."""

@@ -1,4 +1,4 @@
-"""Answers as a series of events: what the Responses and the Messages API have in common."""
+"""Answers as a series of events, shared by the Responses and the Messages API."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,10 +9,10 @@ from volley.serve.worker import End, Piece
 
 
 class EventDialect(Dialect):
-    """One request with one answer. A whole answer is made of the same events as a streamed one."""
+    """Dialect of requests with one answer. A whole answer is built from the events that would stream it."""
 
     def __init__(self, model: str, spell: Callable[[int], str], parser: AnswerParser | None) -> None:
-        """``parser`` takes the answer apart; ``None``: it is nothing but text."""
+        """Create the dialect. ``parser`` splits the answer into parts; ``None``: the answer is plain text."""
         super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
         self._parser = parser
         self._reasoning_tokens = 0
@@ -51,13 +51,13 @@ class EventDialect(Dialect):
         yield from self._end(finish_reason, choice)
 
     def _take(self, part: Part) -> Iterator[Object]:
-        """Events of a piece of the answer."""
+        """Yield the events of one part of the answer."""
         raise NotImplementedError
 
     def _end(self, finish_reason: str | None, choice: Choice) -> Iterator[Object]:
-        """Events of the answer's end."""
+        """Yield the events that end the answer."""
         raise NotImplementedError
 
     def _answer(self, usage: Usage) -> Object:
-        """The whole answer, once it has ended."""
+        """Return the whole answer, once it has ended."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""How bodies are checked: which fields are known, refused or ignored, and what is said of the first one that is wrong."""
+"""Validation of request bodies: known, refused and ignored fields, and the message about the first wrong one."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,20 +24,20 @@ def _encodable(text: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-"""Kinds of content blocks in ``/v1/messages``."""
+"""Types of content blocks in ``/v1/messages``."""
 KINDS_OF_ITEMS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
 )
 
 
 def refusal(field: str | None, message: str) -> PydanticCustomError:
-    """An error that names its field; ``None``: where it is raised."""
+    """Return an error about ``field``; ``None``: about the field whose validator raises it."""
     context = {"field": field and _printable(field), "message": _printable(message)}
     return PydanticCustomError("refused", "{message}", context)
 
 
 def ignored_names(ignored: Mapping[str, str]) -> str:
-    """Return the names of ignored fields for a header: clients may have written anything."""
+    """Return the names of ignored fields for a header, encoded because clients may send any characters."""
     return ", ".join(re.sub(r"[^!-+\--~]", "?", name)[:64] or "?" for name in ignored)
 
 
@@ -46,26 +46,26 @@ def _printable(text: str) -> str:
 
 
 def without_nulls(data: Any) -> Any:
-    """Nulls request nothing, and a client may send the message of an answer back as it was."""
+    """Drop null fields: they request nothing, and clients send messages of answers back unchanged."""
     return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
 
 
 IGNORED: ContextVar[dict[str, str] | None] = ContextVar("ignored", default=None)
-"""Unknown fields of the body that is read, each with what to write instead, if that is known. ``None``: they are refused."""
+"""Unknown fields of the body under validation, each with its replacement if known. ``None``: unknown fields are refused."""
 _MOST_IGNORED = 20
-"""Unknown fields of one body that are named; others are ignored without a word."""
+"""Maximum number of ignored fields that are named per body."""
 
 
 class Strict(BaseModel):
-    """An object whose fields are known, each of exactly its type. Unknown fields are refused, or noted in :data:`IGNORED`."""
+    """Object with known fields of exact types. Unknown fields are refused, or recorded in :data:`IGNORED`."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     may_ignore: ClassVar[bool] = True
-    """Whether unknown fields may be ignored. An object that says what the answer must be would say less without them."""
+    """True if unknown fields may be ignored. Ignoring one in an object that constrains the answer would weaken the constraint."""
 
     @classmethod
     def names(cls) -> set[str]:
-        """The fields as clients write them."""
+        """Return the names of the fields as clients write them."""
         return {own.alias or name for name, own in cls.model_fields.items()}
 
     @model_validator(mode="before")
@@ -78,7 +78,7 @@ class Strict(BaseModel):
         remedies = {name: cls.remedy(name) for name in islice(unknown, _MOST_IGNORED)}
         known = {name: "" if remedy.startswith("known: ") else remedy for name, remedy in remedies.items()}
         refused = next(iter(remedies)) if ignored is None or not cls.may_ignore else None
-        if not cls.required() <= data.keys():  # one of them may be what is missing, misspelt
+        if not cls.required() <= data.keys():  # an unknown field may be a required one misspelt
             refused = refused or next((name for name, remedy in known.items() if remedy), None)
         if refused is not None:
             context = {"name": _printable(refused), "remedy": remedies[refused]}
@@ -90,7 +90,7 @@ class Strict(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _forget_what_is_no_part(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Of several types that a field may have, those that it has not note nothing."""
+        """Drop what validation recorded in :data:`IGNORED` for a union's member that does not match."""
         ignored = IGNORED.get()
         before = dict(ignored or {})
         try:
@@ -103,27 +103,27 @@ class Strict(BaseModel):
 
     @classmethod
     def required(cls) -> set[str]:
-        """The fields that must be there, as clients write them."""
+        """Return the required fields as clients write them."""
         return {own.alias or name for name, own in cls.model_fields.items() if own.is_required()}
 
     @classmethod
     def remedy(cls, name: str) -> str:
-        """What to write instead of a field that is not known."""
+        """Return what to write instead of an unknown field."""
         names = sorted(cls.names())
         return did_you_mean(name, names) or f"known: {', '.join(names)}"
 
 
 class Body(Strict):
-    """A request. Fields that ask for nothing are dropped, nulls too, as OpenAI does; what cannot be honoured is refused."""
+    """Request body. Nulls and fields that request nothing are dropped, as OpenAI does. Unsupported requests are refused."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Unsupported fields, each with the values that request nothing and are accepted."""
     without_effect: ClassVar[tuple[str, ...]] = ()
-    """Fields that change nothing of an answer."""
+    """Fields that do not change the answer."""
     remedies: ClassVar[dict[str, str]] = {}
-    """What is said of unsupported fields, other than to leave them out."""
+    """Advice about unsupported fields, if it is not to leave them out."""
     elsewhere: ClassVar[dict[str, str]] = {}
-    """Fields of other endpoints and servers, and what to do here instead."""
+    """Fields of other endpoints and servers, with what to do here instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -157,17 +157,17 @@ _FORMS = {
     "output": "a string or a list of text parts; images, audio and files are not read",
     "tool_choice": "none, auto, required, {type: function, function: {name}}, or {type: allowed_tools, allowed_tools: {…}}",
 }
-"""Fields with several accepted types; pydantic would report an error for each type."""
+"""Fields with several accepted types, because pydantic would report an error for each type."""
 
 
 def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Message and field of the first thing wrong with a body, from pydantic's list."""
+    """Return the message and the field of the first error in pydantic's list."""
     error = next((error for error in errors if error["type"] == "unicode"), errors[0])
     path, context = _path_of(error), error.get("ctx", {})
     for place, part in enumerate(path):
         if part in _FORMS and error["type"] not in ("unicode", "refused") and _is_of_several_types(error, part):
             inside = [(_path_of(own), own) for own in errors if own["type"] == "unknown" and "text" in own["input"]]
-            for own_path, own in inside:  # a part that is text, with a field that is not known
+            for own_path, own in inside:  # a content part of type text that has an unknown field
                 if own_path[: place + 1] == path[: place + 1]:
                     return _unknown(own_path, own["ctx"])
             field = ".".join(path[: place + 1])
@@ -188,7 +188,7 @@ def first_problem(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 def _is_of_several_types(error: Any, field: str) -> bool:
-    """Whether ``field`` may be of several types: the place behind it is the name of one, or nothing at all."""
+    """Return whether ``field`` is a union: the name of one of its types, or nothing, follows it in the error's path."""
     own = error["loc"][error["loc"].index(field) + 1 :]
     return not own or (isinstance(own[0], str) and ("[" in own[0] or own[0][0].isupper() or own[0] == "str"))
 
@@ -203,7 +203,7 @@ def _path_of(error: Any) -> list[str]:
 
 
 def _path(places: Sequence[Any]) -> Iterator[str]:
-    """Where an error is, in the client's words: without pydantic's names for the types that a field may have."""
+    """Yield the path of an error as the client wrote it, without pydantic's names for the members of a union."""
     own = places[1:] if places[:1] == ("body",) else places
     for depth, place in enumerate(own):
         is_kind_of_item = depth == 2 and own[0] == "input" and place in KINDS_OF_ITEMS

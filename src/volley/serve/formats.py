@@ -1,7 +1,7 @@
-"""How a model writes reasoning and tool calls: formats as data, one JSON file each in ``formats/``, chosen by the chat template.
+"""Formats of reasoning and tool calls, one JSON file each in ``formats/``, selected by the chat template.
 
-A file has transformers' ``response`` template (its regions are ``thinking``, ``tool_calls`` and ``content``), the markers of
-``thinking``, and what a ``call`` looks like for calls that a grammar forces. A tokenizer's own ``response_template`` comes first.
+A file holds transformers' ``response`` template (with the regions ``thinking``, ``tool_calls`` and ``content``), the markers of
+``thinking``, and the form of a ``call`` that a grammar can force. A tokenizer's own ``response_template`` takes precedence.
 """
 
 import json
@@ -24,9 +24,9 @@ _BY_PRECEDENCE = (
 
 @dataclass(frozen=True)
 class ParameterText:
-    """An argument between tags: ``begin``, its name, ``middle``, the value, ``end``; ``after`` stands behind the last one.
+    """Argument between tags: ``begin``, its name, ``middle``, the value, ``end``. ``after`` follows the last argument.
 
-    A new line with which ``middle`` ends or ``end`` begins is no part of the value.
+    A line break at the end of ``middle`` or the start of ``end`` is not part of the value.
     """
 
     begin: str
@@ -37,22 +37,22 @@ class ParameterText:
 
 @dataclass(frozen=True)
 class CallText:
-    """The text of a call: ``begin``, the name, ``middle``, the arguments, ``end``. Arguments are JSON unless told otherwise."""
+    """Text of a call: ``begin``, the name, ``middle``, the arguments, ``end``. Arguments are JSON by default."""
 
     begin: str
     middle: str
     end: str
     between: str | None = None
-    """What separates several calls of one answer; ``None``: there is one call at most."""
+    """Separator of several calls in one answer; ``None``: at most one call is allowed."""
     head: str | None = None
-    """The expression that finds the name before the arguments, where it is not a key of the JSON."""
+    """Regular expression that finds the name before the arguments if it is not a key of the JSON."""
     parameter: ParameterText | None = None
-    """The arguments stand between tags, one by one."""
+    """Form of one argument if the arguments stand between tags."""
     quote: str | None = None
-    """The arguments are JSON with bare keys, and this around texts."""
+    """Quote around strings if the arguments are JSON with bare keys."""
     anywhere: tuple[str, ...] = ()
-    """A grammar of answers with calls in them, in Lark, where ``begin`` does not tell a call from anything else. Rules with
-    ``{name}`` stand for one alternative of each tool, whose ``{arguments}`` they hold."""
+    """Lark grammar of answers with calls, if ``begin`` does not distinguish a call from other text. A rule with ``{name}``
+    becomes one alternative per tool; ``{arguments}`` is replaced by the rule of that tool's arguments."""
 
     @property
     def is_json(self) -> bool:
@@ -61,20 +61,20 @@ class CallText:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How answers of one model family are taken apart."""
+    """Format of the answers of one model family."""
 
     name: str
     response: Mapping[str, Any]
-    """transformers' response template."""
+    """Response template as transformers defines it."""
     call: CallText | None = None
     thinking: tuple[str, str] | None = None
-    """What opens and what closes reasoning."""
+    """Markers that open and close reasoning."""
     answer: tuple[str, str] | None = None
-    """What opens an answer, and what stands before it where reasoning came first; ``None``: nothing does."""
+    """Marker that opens an answer, and the text before it if reasoning came first; ``None``: no marker."""
     recognise: tuple[str, ...] = field(default=(), repr=False)
-    """A chat template that has all of these is of this format,"""
+    """Texts that a chat template of this format contains."""
     unless: tuple[str, ...] = field(default=(), repr=False)
-    """and none of these."""
+    """Texts that no chat template of this format contains."""
 
     @property
     def has_calls(self) -> bool:
@@ -82,27 +82,28 @@ class AnswerFormat:
 
     @property
     def thinks_first(self) -> bool:
-        """Whether reasoning opens at the beginning of an answer alone."""
+        """Return whether reasoning can open only at the beginning of an answer."""
         return "\\A" in self.response["fields"].get("thinking", {}).get("open_pattern", "")
 
     def is_of(self, template: str) -> bool:
-        """Whether a chat template is of this format."""
+        """Return whether a chat template is of this format."""
         return all(mark in template for mark in self.recognise) and not any(mark in template for mark in self.unless)
 
     def template(self, *, with_calls: bool) -> ResponseTemplate:
-        """The template for one answer; without tools what looks like a call is text."""
+        """Return the response template for one answer. Without tools, text that looks like a call stays text."""
         fields = {name: own for name, own in self.response["fields"].items() if with_calls or name != "tool_calls"}
         return load_response_template({**self.response, "fields": fields})
 
     def markers(self) -> str:
-        """The text in which every marker of an answer occurs as it is; those before it are the prompt's."""
+        """Return a text that contains every marker of an answer verbatim; text before an answer's markers belongs to the
+        prompt."""
         own = {name: value for name, value in self.response.items() if not name.startswith("start_anchor")}
         return json.dumps(own, ensure_ascii=False).replace("\\\\", "") + json.dumps(self.thinking)
 
 
 @cache
 def load_format(name: str) -> AnswerFormat:
-    """One of volley's own formats by name, or the one in a JSON file. Raises :class:`ConfigError`."""
+    """Load one of volley's formats by name, or a format from a JSON file. Raises :class:`ConfigError`."""
     file = _FOLDER / f"{name}.json" if name.isidentifier() else Path(name)
     if not file.exists():
         known = ", ".join(sorted(path.stem for path in _FOLDER.glob("*.json")))
@@ -132,7 +133,7 @@ def _call_text(data: Mapping[str, Any]) -> CallText:
 
 
 def plain_calls(form: AnswerFormat | None) -> AnswerFormat:
-    """Calls as plain JSON, for models whose own notation no grammar can force, with the reasoning of their own ``form``."""
+    """Return a format with calls as plain JSON, for notations that no grammar can force, and with the reasoning of ``form``."""
     plain = load_format("plain")
     if form is None or form.thinking is None:
         return plain
@@ -142,7 +143,8 @@ def plain_calls(form: AnswerFormat | None) -> AnswerFormat:
 
 
 def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerFormat | None:
-    """The format that ``choice`` names: ``none``, a name, a file, or ``auto``, which asks the tokenizer and the chat template."""
+    """Return the format that ``choice`` names: ``none``, a name, a file, or ``auto``, which detects it from the tokenizer and
+    template."""
     if choice == "none":
         return None
     if choice != "auto":
@@ -157,9 +159,9 @@ def format_of(tokenizer: Any, template: str, choice: str = "auto") -> AnswerForm
 
 
 def anchored(form: AnswerFormat | None, opening: str) -> AnswerFormat | None:
-    """The format, which learns the text before an answer from ``opening``, the end of a prompt, if it knows none of it.
+    """Return the format with the text before an answer taken from ``opening``, the end of a prompt, unless it is known.
 
-    So reasoning that the template opens is found whatever it calls the assistant.
+    Reasoning that the template opens is thus recognised whatever the template calls the assistant.
     """
     if form is None or form.thinking is None or "start_anchor" not in form.response:
         return form

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before the application: keys, body limits, a request id, a line in the log."""
+"""Middleware for every HTTP request: API keys, body limits, request ids and the access log."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ class Gate:
         scope.setdefault("state", {})["fields"] = {}
         ignored: dict[str, str] = {}
         IGNORED.set(None if self.config.strict else ignored)
-        status = 499  # logged if the client disconnects before the answer
+        status = 499  # logged if the client disconnects before the answer begins
 
         async def tell(message: Message) -> None:
             nonlocal status
@@ -69,7 +69,7 @@ class Gate:
             except ApiError as error:
                 await error.response(scope["path"])(scope, receive, tell)
             except Exception as error:
-                if status != 499:  # an answer has begun
+                if status != 499:  # the answer has begun
                     raise
                 log.error("a request failed", exc_info=error)
                 await as_api_error(error).response(scope["path"])(scope, receive, tell)
@@ -83,7 +83,7 @@ class Gate:
                 log.info("request", extra={"fields": fields | scope["state"]["fields"]})
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> str:
-        """Returns the API key; empty where none is asked."""
+        """Return the API key; empty if none is required."""
         key = ""
         if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
             key = self._check_client(headers)
@@ -93,7 +93,7 @@ class Gate:
         return key
 
     def _check_client(self, headers: Mapping[str, str]) -> str:
-        """The key, and how often it asks."""
+        """Check the API key and its rate limit."""
         key = ""
         if self.keys:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -140,7 +140,7 @@ class Gate:
 
 
 class Refused(HTTPException):
-    """An API error on its way through FastAPI, which lets only this kind pass while it reads a body."""
+    """API error raised while FastAPI reads a body: FastAPI passes only this exception type on."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status)

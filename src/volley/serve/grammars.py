@@ -1,4 +1,4 @@
-"""What clients may say of an answer's form: OpenAI's ``response_format``, and the fields of vLLM and SGLang."""
+"""Request fields that constrain the answer: OpenAI's ``response_format`` and the fields of vLLM and SGLang."""
 
 import asyncio
 from typing import Any, Literal
@@ -34,7 +34,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """vLLM's."""
+    """vLLM's ``structured_outputs``."""
 
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as text.")
     regex: str | None = None
@@ -49,7 +49,7 @@ class StructuredOutputs(_Part):
 
 
 class GrammarFields(BaseModel):
-    """Fields of a request; at most one of them says what the text must be."""
+    """Fields of a request, at most one of which constrains the text."""
 
     response_format: ResponseFormat | None = Field(None, description="OpenAI's.")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's.")
@@ -65,7 +65,7 @@ class GrammarFields(BaseModel):
 
 
 def grammar_of(body: GrammarFields, markers: Markers | None = None) -> Grammar | None:
-    """What the text of an answer must be, or ``None``; without ``markers`` no special token begins a tag.
+    """Return the grammar that the answer must follow, or ``None``. Without ``markers`` no special token begins a tag.
 
     Raises :class:`ApiError` (400) that names the field at fault.
     """
@@ -82,7 +82,8 @@ def grammar_of(body: GrammarFields, markers: Markers | None = None) -> Grammar |
 
 
 async def compile_grammar(grammars: Grammars, body: GrammarFields, markers: Markers) -> Grammar | None:
-    """A body's grammar, compiled outside the engine's thread, which then finds it ready. Raises as :func:`grammar_of` does."""
+    """Compile a body's grammar outside the engine's thread, so that the engine finds it ready. Raises as :func:`grammar_of`
+    does."""
     grammar = grammar_of(body, markers)
     if grammar is not None:
         try:
@@ -97,7 +98,7 @@ _Asked = tuple[str, str, Any, str]
 
 
 def asked_for(body: GrammarFields) -> list[_Asked]:
-    """Each field that is given: its name, the kind of grammar, its value and the white space of JSON."""
+    """Return each field that is given: name, type of grammar, value and JSON white space."""
     spaces = body.guided_whitespace_pattern or WHITESPACE
     fields: list[_Asked] = [
         ("guided_json", "json_schema", body.guided_json, spaces),

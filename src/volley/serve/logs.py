@@ -1,4 +1,4 @@
-"""One JSON object a line on standard error."""
+"""Logging as one JSON object per line on standard error."""
 
 import json
 import logging

@@ -1,6 +1,6 @@
-"""Markers of answers in Lark: a tokenizer may have a marker as one special token, and ordinary tokens may spell it too.
+"""Markers in Lark grammars: a marker may be one special token or ordinary tokens that spell it.
 
-A special token is no text for a grammar, so it is named by its id. Any other added token is text like the tokens that spell it.
+A special token is not text for a grammar, so the grammar names it by its id. Any other added token counts as its text.
 """
 
 import json
@@ -14,22 +14,22 @@ TERMINALS = ("TEXT: /(?s:.+)/", "ANY: /(?s:.*)/")
 
 
 class Markers:
-    """The special tokens of one tokenizer."""
+    """Special tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Without a tokenizer every marker is text."""
+        """Read the special tokens. Without a tokenizer every marker is text."""
         self._ids: dict[str, int] = special_tokens(tokenizer)
         longest = sorted(filter(None, self._ids), key=len, reverse=True)
         self._special = re.compile("(" + "|".join(map(re.escape, longest)) + ")") if longest else None
 
     def literal(self, text: str) -> str:
-        """A text as Lark writes it; each marker in it is its token or the text that spells it."""
+        """Return a text as a Lark expression in which each marker is its special token or its text."""
         return " ".join(self._spelt(part) for part in self._parts(text)) or '""'
 
     def up_to(self, name: str, end: str, *, passing: Sequence[str] = ()) -> list[str]:
-        """Rules of which ``name`` is any text up to ``end``, which is not empty.
+        """Return rules by which ``name`` is any text up to ``end``, which is not empty.
 
-        The special tokens ``passing`` may stand in that text. The rules need :data:`TERMINALS`.
+        The special tokens ``passing`` may occur in that text. The rules need :data:`TERMINALS`.
         """
         first, *rest = self._parts(end)
         behind = "".join(f" {self._spelt(part)}" for part in rest)
@@ -44,7 +44,7 @@ class Markers:
         return [f"{name}: {before}({' | '.join(ways)}){behind}", *rules]
 
     def first_of(self, text: str) -> str | None:
-        """The marker with which a text begins: a special token, or a word in brackets."""
+        """Return the marker that a text begins with: a special token, or a word in brackets."""
         first = next(iter(self._parts(text)), "")
         if first in self._ids:
             return first
@@ -52,11 +52,11 @@ class Markers:
         return found[0] if found else None
 
     def others(self, *markers: str) -> list[str]:
-        """All special tokens but ``markers``."""
+        """Return all special tokens except ``markers``."""
         return [one for one in self._ids if one and one not in markers]
 
     def free(self, passing: Sequence[str]) -> str:
-        """Any text in which the special tokens ``passing`` may stand, in Lark. It needs :data:`TERMINALS`."""
+        """Return a Lark expression for any text in which the special tokens ``passing`` may occur. It needs :data:`TERMINALS`."""
         return f"(TEXT? {_tokens([self._ids[one] for one in passing])})* TEXT?" if passing else "TEXT?"
 
     def _parts(self, text: str) -> list[str]:
@@ -70,7 +70,7 @@ class Markers:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The ids of a tokenizer's special tokens by their texts; ``all_special_tokens`` has only those with a role."""
+    """Return the ids of a tokenizer's special tokens by text; ``all_special_tokens`` lists only those with a role."""
     if tokenizer is None:
         return {}
     added = {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -79,6 +79,6 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _tokens(ids: Sequence[int]) -> str:
-    """One of several tokens, those in a row as a range."""
+    """Return an expression for one of several tokens; consecutive ids become a range."""
     runs = [[index for _, index in run] for _, run in groupby(enumerate(sorted(ids)), lambda pair: pair[1] - pair[0])]
     return "<[" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) + "]>"

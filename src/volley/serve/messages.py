@@ -1,4 +1,4 @@
-"""Conversations and tools as clients send them, and as chat templates read them."""
+"""Conversations and tools as clients send them and as chat templates read them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from volley.serve.fields import FunctionName, Strict, Text, refusal, without_nulls
 
 _TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
-"""Names that a template's variables cannot have."""
+"""Names that template variables cannot have."""
 
 
 _UNREAD = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
-"""Fields of an answer's message, of gateways and the openai client's ``parse`` among them, that clients send back and no template
+"""Fields of an answer's message, also from gateways and the openai client's ``parse``, that clients send back and no template
 reads."""
 _KINDS = {"text", "message"}
-"""What some clients write as the type of a whole message."""
+"""Values that some clients send as the type of a whole message."""
 MARKS = ("cache_control", "prompt_cache_breakpoint")
-"""Where a client wants prompts to be cached; here all of them are."""
+"""Fields that mark prompt prefixes to cache; here every prompt is cached."""
 
 
 def without(data: Any, names: Sequence[str]) -> Any:
@@ -44,10 +44,10 @@ class FunctionCall(Strict):
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_written(cls, data: Any) -> Any:
-        return without(data, ("parsed_arguments",))  # which the openai client's ``parse`` adds
+        return without(data, ("parsed_arguments",))  # added by the openai client's ``parse``
 
     def decoded_arguments(self) -> dict[str, Any] | str:
-        """The object that templates want; the text itself where a model wrote none, or was cut."""
+        """Return the arguments as the object that templates need, or as text if the model wrote no object or was cut."""
         try:
             found = json.loads(self.arguments or "{}")
             is_object = isinstance(found, dict) and bool(json.dumps(found, ensure_ascii=False).encode())
@@ -97,13 +97,13 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; newer clients write ``developer`` for ``system``."""
+        """Return the message as chat templates expect it. Newer clients write ``developer`` for ``system``."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if reasoning := self.reasoning_content or self.reasoning:
-            message |= {"reasoning_content": reasoning, "thinking": reasoning}  # templates have either name
+            message |= {"reasoning_content": reasoning, "thinking": reasoning}  # templates use either name
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -112,7 +112,7 @@ class Message(Strict):
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """All messages as chat templates expect them; results of tools get the name of the function that was called."""
+    """Return all messages as chat templates expect them. Tool results get the name of the called function."""
     names: dict[str, str] = {}
     rendered = []
     for message in messages:
@@ -161,7 +161,7 @@ class AllowedTools(Strict):
 
 
 class SomeTools(Strict):
-    """All tools are given, and only some of them may be called."""
+    """``tool_choice`` that allows some of the given tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -171,7 +171,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | SomeTools
 
 
 class Tools(Strict):
-    """The tools of a request, and which of them an answer may or must call."""
+    """Tools of a request, and which of them an answer may or must call."""
 
     tools: list[Tool] = Field([], max_length=128)
     tool_choice: ToolChoice = "auto"
@@ -191,7 +191,7 @@ class Tools(Strict):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """The names that ``tool_choice`` has; ``None``: it has none."""
+        """Return the names in ``tool_choice``, or ``None`` if it has none."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return [function.name]
@@ -201,7 +201,7 @@ class Tools(Strict):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """Return the tools that the answer may call."""
         if self.tool_choice == "none":
             return []
         chosen = self._chosen
@@ -209,19 +209,19 @@ class Tools(Strict):
 
     @property
     def shown(self) -> list[Tool]:
-        """The tools that the chat template gets. A model that chooses must not see those it may not call."""
+        """Return the tools that the chat template receives. A model that is free to choose must not see tools it may not call."""
         return self.offered if isinstance(self.tool_choice, SomeTools) or not self.offered else self.tools
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Return whether the answer must be a call."""
         choice = self.tool_choice
         mode = choice.allowed_tools.mode if isinstance(choice, SomeTools) else choice
         return bool(self.offered) and mode != "auto"
 
 
 class Reasoning(Strict):
-    """How a request wants the model to think."""
+    """Reasoning options of a request."""
 
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the chat template.")
@@ -236,10 +236,10 @@ class Reasoning(Strict):
         return self
 
     def variables(self) -> dict[str, Any]:
-        """What the chat template gets to know."""
+        """Return the variables for the chat template."""
         own: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             own["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":  # templates know this switch under two names
+        if self.reasoning_effort == "none":  # templates use one of two names for this switch
             own |= {"enable_thinking": False, "thinking": False}
         return own | self.chat_template_kwargs

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' terms. Names follow vLLM's, with ``volley:`` in front."""
+"""Prometheus metrics of the server. Names follow vLLM's, with the prefix ``volley:``."""
 
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from volley.engine.holdings import graph_bytes
 from volley.procedures.request import Request
 from volley.types import Proposal, Verdict
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # or every counter would bring a time stamp of its own
+disable_created_metrics()  # type: ignore[no-untyped-call]  # counters would export a creation time each
 
 _LATENCIES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2, 4, 8, 15, 30, 60, 120)
 _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2)
@@ -22,14 +22,14 @@ _VLLMS_TOO = tuple(
     f"volley:spec_decode_num_{name}"
     for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
-"""Also told under vLLM's own names, from which ``vllm bench serve`` prints how much was accepted."""
+"""Metrics also exported under vLLM's own names: ``vllm bench serve`` reads the acceptance from them."""
 
 
 class Metrics:
-    """The figures of one engine, which its worker's thread writes."""
+    """Metrics of one engine, written by its worker's thread."""
 
     def __init__(self, num_pages: int, memory: Mapping[str, int]) -> None:
-        """``memory`` is the bytes of each part of the engine."""
+        """Create the metrics. ``memory`` holds the bytes of each part of the engine."""
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -85,22 +85,22 @@ class Metrics:
         self.commit_passes = counter("commit_passes", "Their other passes behind the prompt.", "mode")
         self.denoised_tokens = counter("denoised_tokens", "Output tokens of the same requests.", "mode")
         self.canvas_steps = histogram("denoising_steps_per_canvas", "Passes over a canvas put out.", _STEPS)
-        self._other_tokens = 0  # of this step, which no cycle brought: first ones, and those of canvases
+        self._other_tokens = 0  # tokens of this step from outside decoding cycles: first tokens, and canvases'
         self._cycles: Counts[tuple[int, int, int, int]] = Counts()
-        """Cycles of this step by tokens drafted, depth of the draft, tokens accepted and gained."""
+        """Decoding cycles of this step, counted by drafted tokens, draft depth, accepted and gained tokens."""
 
     def holds(self, memory: Mapping[str, int]) -> None:
-        """Bytes of each part of the engine."""
+        """Set the bytes of each part of the engine."""
         for part, size in memory.items():
             self.memory.labels(part).set(size)
 
     # -- called by the worker ------------------------------------------------------------------------------------------
     def verified(self, request: Request, proposal: Proposal, verdict: Verdict) -> None:
-        """One request's share of a step, after it was made final. Counted in :meth:`stepped`: a counter costs microseconds."""
+        """Record one request's part of a step. :meth:`stepped` updates the counters, because each update costs microseconds."""
         stats, lengths = request.stats, request.stats.accepted_lengths
         if stats.canvas_steps:
             self.canvas_steps.observe(stats.canvas_steps[-1])
-        if not lengths:  # a canvas, or the prompt's last chunk
+        if not lengths:  # a canvas or the prompt's last chunk
             self._other_tokens += stats.last_tokens
         else:
             accepted = min(verdict.accepted, lengths[-1])
@@ -140,7 +140,7 @@ class Metrics:
         self.waiting.set(now.waiting)
         self.pages_used.set(now.pages_used)
         self.usage.set(now.pages_used / now.num_pages)
-        if size := graph_bytes(engine):  # one may have been captured
+        if size := graph_bytes(engine):  # a graph may have been captured
             self.memory.labels("graphs").set(size)
         if engine.recurrent is not None:
             self.states.set(engine.recurrent.store.num_slots)
@@ -172,7 +172,7 @@ class Metrics:
 
 
 def _depth(proposal: Proposal) -> int:
-    """Tokens on the longest path from the anchor."""
+    """Return the number of tokens on the longest path from the anchor."""
     if proposal.parents is None:
         return len(proposal.token_ids)
     depths = [0]
@@ -182,7 +182,7 @@ def _depth(proposal: Proposal) -> int:
 
 
 class HttpMetrics:
-    """What the HTTP side counts, whatever the model."""
+    """Metrics of the HTTP side, independent of the model."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -192,7 +192,7 @@ class HttpMetrics:
 
 
 def render(http: HttpMetrics, models: Mapping[str, Metrics]) -> bytes:
-    """Prometheus' text format; the figures of each engine have its model's name as the label ``model_name``."""
+    """Return Prometheus' text format. Each engine's metrics carry its model's name as the label ``model_name``."""
     families: dict[str, Metric] = {}
     for name, metrics in models.items():
         for family in metrics.registry.collect():
@@ -209,7 +209,7 @@ def _as_vllms(family: Metric) -> Metric:
 
 
 class _Collected(CollectorRegistry):
-    """Metrics that were collected already."""
+    """Registry of metrics that have already been collected."""
 
     def __init__(self, families: list[Metric]) -> None:
         super().__init__()

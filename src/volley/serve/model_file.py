@@ -1,4 +1,4 @@
-"""The file that describes several models for one server: a TOML table each, with the options of ``volley serve``."""
+"""Model file: a TOML table per model with the options of ``volley serve``, for one server of several models."""
 
 import tomllib
 from collections.abc import Mapping
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 def read_models(path: Path) -> dict[str, dict[str, Any]]:
-    """Options by the name of a model. Memory is divided by hand, so each of several says what its K/V may take."""
+    """Return the options of each model by name. With several models, each must set its K/V memory, which is not divided
+    automatically."""
     try:
         models = tomllib.loads(path.read_text(encoding="utf-8")).get("models", {})
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -28,7 +29,7 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
         if shared := OF_THE_SERVER & own.keys():
             option = min(shared)
             raise ConfigError(
-                f"{option} of the model {name!r} would hold for the whole server; give it on the command line, as "
+                f"{option} of the model {name!r} applies to the whole server; give it on the command line, as "
                 f"--{option.replace('_', '-')}"
             )
         if len(models) > 1 and not {"kv_mib", "num_pages"} & own.keys():
@@ -39,7 +40,7 @@ def read_models(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def override(name: str, own: Mapping[str, Any], *configs: Any) -> list[Any]:
-    """The ``configs``, which are dataclasses, with a model's own options in place of theirs."""
+    """Return the dataclasses ``configs`` with a model's own options applied."""
     known = [{field.name for field in fields(config)} for config in configs]
     check_keys(f"option of the model {name!r}", own, set().union(*known))
     return [

@@ -1,4 +1,4 @@
-"""The models of one server: found by the names that clients give, each with an engine and a thread of its own."""
+"""Models of one server by the names that clients give, each with its own engine and thread."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from volley.serve.service import Service
 
 
 class Models:
-    """Services by name. What happens to one engine leaves the others alone."""
+    """Services by name. A failure of one engine does not affect the others."""
 
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = {service.model: service for service in services}
@@ -22,11 +22,11 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        """What clients may give as model."""
+        """Return the names that clients may give as model."""
         return [name for service in self for name in service.names]
 
     def find(self, name: str | None) -> Service:
-        """The service of a model's name, which may choose an adapter; without a name, of the only model."""
+        """Return the service for a model's name, which may select an adapter; without a name, the only model's."""
         if name is None:
             if len(self._services) == 1:
                 return next(iter(self))
@@ -40,10 +40,10 @@ class Models:
         message = f"the model {name!r} does not exist; this server has {known}" + (f"; {hint}" if hint else "")
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    # -- all of them ---------------------------------------------------------------------------------------------------
+    # -- all models ----------------------------------------------------------------------------------------------------
     @property
     def stopped(self) -> list[str]:
-        """Models whose engine has died."""
+        """Return the models whose engine has died."""
         return [service.model for service in self if not service.worker.is_alive]
 
     @property
@@ -52,7 +52,7 @@ class Models:
 
     @property
     def held(self) -> int:
-        """Requests that were taken and are not yet over."""
+        """Return the number of accepted requests that have not ended."""
         return sum(service.preparing + service.worker.held for service in self)
 
     @property
@@ -60,10 +60,10 @@ class Models:
         return any(service.draining for service in self)
 
     def drain(self) -> None:
-        """Take nothing new."""
+        """Accept no new requests."""
         for service in self:
             service.draining = True
 
     def metrics(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return render(self.http, {service.model: service.metrics for service in self})

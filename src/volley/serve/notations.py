@@ -1,4 +1,4 @@
-"""Grammars of calls' arguments in the notation of the model: JSON, texts between tags, or JSON with bare keys."""
+"""Grammars of tool-call arguments in the model's notation: JSON, strings between tags, or JSON with bare keys."""
 
 import json
 import re
@@ -38,21 +38,22 @@ _SCALAR = {"type": list(_SCALARS)}
 
 Schema = Mapping[str, Any]
 Literal = Callable[[str], str]
-"""A text as Lark writes it."""
+"""Function that returns a text as a Lark expression."""
 
 
 def in_json(schema: Schema, whitespace: str = WHITESPACE) -> str:
-    """JSON under a schema, in Lark. Models write spaces where their templates do, and badly where they must not."""
+    """Return a Lark expression for JSON under a schema. It allows the spaces that templates write: models answer worse without
+    them."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return "%json " + json.dumps({**enforceable(dict(schema)), "x-guidance": spaces})
 
 
 def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Literal) -> list[str]:
-    """Rules of which ``name`` (lower case) is arguments under ``schema`` as a call has them.
+    """Return rules by which ``name`` (lower case) matches a call's arguments under ``schema``.
 
     Raises :class:`ConfigError` if the notation of the call cannot express the schema.
     """
-    if call.is_json:  # which are an object, whether or not the schema says so
+    if call.is_json:  # arguments are an object, whether or not the schema says so
         return [f"{name}: {in_json(schema if schema.keys() & _SAYS_WHAT else {'type': 'object', **schema})}"]
     try:
         if call.parameter is not None:
@@ -66,7 +67,7 @@ def arguments_in_lark(name: str, schema: Schema, call: CallText, literal: Litera
 
 
 def any_arguments_in_lark(name: str, call: CallText, literal: Literal) -> list[str]:
-    """Rules of which ``name`` is arguments of any kind."""
+    """Return rules by which ``name`` matches any arguments."""
     rules = _Rules(name, {}, literal)
     if call.parameter is not None:
         tags = call.parameter
@@ -86,13 +87,13 @@ def any_arguments_in_lark(name: str, call: CallText, literal: Literal) -> list[s
 
 def _unknown(keywords: set[str]) -> ConfigError:
     return ConfigError(
-        f"the model's notation of calls cannot be bound by {sorted(keywords)[0]!r}; leave that keyword out of the schema, "
+        f"the model's notation of calls cannot be constrained by {sorted(keywords)[0]!r}; leave that keyword out of the schema, "
         "leave out strict, or force the call with tool_choice"
     )
 
 
 class _Rules:
-    """Rules that are made for one schema."""
+    """Grammar rules of one schema."""
 
     def __init__(self, name: str, schema: Schema, literal: Literal) -> None:
         self.name, self.root, self.literal = name, schema, literal
@@ -100,14 +101,14 @@ class _Rules:
         self._count = 0
 
     def add(self, body: str, *, is_terminal: bool = False) -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         self._count += 1
         name = f"{self.name}_{self._count}"
         self.rules.append(f"{name.upper() if is_terminal else name}: {body}")
         return name.upper() if is_terminal else name
 
     def closed(self, schema: Schema, end: str) -> str:
-        """A text under ``schema`` and the ``end`` that closes it, which does not stand in the text."""
+        """Return an expression for a string under ``schema`` and the ``end`` that closes it, which the string cannot contain."""
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         body = f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
         if (pattern := schema.get("pattern")) is not None:
@@ -119,18 +120,18 @@ class _Rules:
         )  # such an end has a line of its own
         body = f"({body} & ~/{before}{mark}(?s:.*)/)"
         ways = [self.add(f"{body} {json.dumps(end)}", is_terminal=True)]
-        if (literal := self.literal(end)) != json.dumps(end):  # a special token, which no terminal can have
+        if (literal := self.literal(end)) != json.dumps(end):  # a special token, which no terminal can contain
             ways.append(f"{self.add(body, is_terminal=True)} {literal}")
             if not schema.get("minLength") and "pattern" not in schema:
                 ways.append(literal)
         return f"({' | '.join(ways)})"
 
     def quoted(self, schema: Schema, quote: str) -> str:
-        """A text under ``schema`` between quotes."""
+        """Return an expression for a quoted string under ``schema``."""
         return f"{self.literal(quote)} {self.closed(schema, quote)}"
 
     def _members(self, members: Sequence[tuple[str, bool]], between: str) -> str:
-        """The rule for members of an object in their order, each with whether it is required."""
+        """Return the rule for an object's members in order, each with whether it is required."""
         first = later = '""'
         for body, is_required in reversed(members):
             mark = "" if is_required else f" | {first}"
@@ -141,7 +142,7 @@ class _Rules:
         return first
 
     def _properties(self, schema: Schema) -> list[tuple[str, Schema, bool]]:
-        """Name, schema, and whether it is required."""
+        """Return the name and schema of each property, and whether it is required."""
         if isinstance(schema.get("additionalProperties"), Mapping):
             raise _unknown({"additionalProperties"})
         required = schema.get("required", [])
@@ -164,7 +165,7 @@ class _Rules:
 
 
 class _Tagged(_Rules):
-    """Arguments one by one, in the order of the schema. Those that are no texts are JSON."""
+    """Rules for tagged arguments in the order of the schema. Values that are not strings are JSON."""
 
     def __init__(self, name: str, schema: Schema, literal: Literal, tags: ParameterText) -> None:
         super().__init__(name, schema, literal)
@@ -179,7 +180,7 @@ class _Tagged(_Rules):
         return [*self.rules, f"{self.name}: {body}"]
 
     def _value(self, schema: Schema) -> str:
-        """A value and what closes it."""
+        """Return an expression for a value and the text that closes it."""
         own, end = resolved(schema, self.root), self.literal(self.tags.end)
         types = types_of(own, self.root)
         if "string" not in types and types:
@@ -207,7 +208,7 @@ class _Tagged(_Rules):
 
 
 class _Quoted(_Rules):
-    """JSON with bare keys and quotes of its own."""
+    """Rules for JSON with bare keys and its own quotes."""
 
     def __init__(self, name: str, schema: Schema, literal: Literal, quote: str) -> None:
         super().__init__(name, schema, literal)
@@ -276,12 +277,12 @@ class _Quoted(_Rules):
 
 
 def _quoted(text: str) -> str:
-    """A text as a regular expression between slashes."""
+    """Return a text as a regular expression between slashes."""
     return "".join(character if character.isalnum() else f"\\x{ord(character):02x}" for character in text)
 
 
 def _anywhere(pattern: str) -> str:
-    """An expression for whole texts in which a schema's ``pattern`` occurs. Each alternative has anchors of its own."""
+    """Return an expression for strings that contain a match of a schema's ``pattern``. Each alternative keeps its own anchors."""
     alternatives, depth = [""], 0
     for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (piece == "(") - (piece == ")")

@@ -1,7 +1,7 @@
-"""Takes an answer apart while it arrives: reasoning, content and tool calls, with the arguments as they are written.
+"""Incremental parser of answers: reasoning, content, and tool calls with their arguments as they are written.
 
-transformers' ``ResponseParser`` finds the regions. A :class:`CallReader` reads calls, so that a client gets the arguments before
-the call is complete; a tokenizer's own template may convert them itself, and then they arrive when a call closes.
+transformers' ``ResponseParser`` finds the regions. A :class:`CallReader` reads calls, so that clients receive arguments before a
+call is complete. A tokenizer's own template may convert the arguments; these are sent when the call closes.
 """
 
 import json
@@ -21,9 +21,9 @@ Event = Mapping[str, Any]
 
 
 class AnswerParser:
-    """Of one answer. Feed it text; :meth:`finish` gives what was held back.
+    """Parser of one answer: receives text; :meth:`finish` returns what was held back.
 
-    White space around reasoning and calls belongs to the format and is dropped; a text with neither stays as it is.
+    White space around reasoning and calls belongs to the format and is dropped. An answer with neither is unchanged.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class AnswerParser:
         with_calls: bool,
         bare_calls: bool = False,
     ) -> None:
-        """``prompt`` is the text before the answer, of which the chat template may have written a part of the answer.
+        """Create a parser. ``prompt`` is the text before the answer; the chat template may have opened the answer in it.
 
-        With ``bare_calls`` a whole answer that is a call without the marks of the format is one too.
+        With ``bare_calls`` an answer that is a call without markers counts as a call.
         """
         template = form.template(with_calls=with_calls)
         has_begun = template.start_anchor_re.search(prompt) is not None
         if form.thinking is not None and prompt.endswith(form.thinking[0]):
-            prompt += "\n"  # a pattern at the very end might go on
+            prompt += "\n"  # a pattern at the very end might match more
         calls = template.fields.get("tool_calls")
         values = partial(_values_of, form.call, calls.content if calls else "")
         self._parser = _Regions(values, template, prefix=prompt if has_begun else "", tools=list(tools) or None)
@@ -52,24 +52,24 @@ class AnswerParser:
         self._schemas = {function["name"]: function.get("parameters") or {} for function in functions}
         self._region: str | None = None
         self._reader: CallReader | None = None
-        self._raw, self._calls_before = "", 0  # of a region of calls that is open
-        self._held = ""  # white space that is dropped if anything but content follows
+        self._raw, self._calls_before = "", 0  # the open region of calls
+        self._held = ""  # white space, dropped unless content follows
         self._strips = False
         self._is_broken = self._is_ending = False
         self.num_calls = 0
         begun = [part for event in self._parser.initial_events for part in self._read(event)]
-        self._held = ""  # of the prompt
+        self._held = ""  # it belongs to the prompt
         is_whole = not any(part.kind == "content" for part in begun)
         self._bare = BareCalls(tools) if bare_calls and tools and is_whole else None
 
     @property
     def is_thinking(self) -> bool:
-        """Whether reasoning has begun and not ended."""
+        """Return whether reasoning is open."""
         return self._region == "thinking"
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer has begun and not ended."""
+        """Return whether an answer is open."""
         return self._region == "content"
 
     def feed(self, text: str) -> list[Part]:
@@ -89,7 +89,7 @@ class AnswerParser:
     def _parse(self, read: Callable[[], Sequence[Event]]) -> list[Part]:
         try:
             events = read()
-        except (ValueError, KeyError):  # what the model wrote is not in its format: it stays text
+        except (ValueError, KeyError):  # text that does not match the format stays text
             self._is_broken, raw = True, self._raw
             return [Part("content", raw)] if raw else []
         return [part for event in events for part in self._read(event)]
@@ -133,7 +133,7 @@ class AnswerParser:
                 if isinstance(function.get("name"), str) and isinstance(function.get("arguments"), dict):
                     arguments = json.dumps(function["arguments"], ensure_ascii=False)
                     yield from self._count(_whole_call(self.num_calls, function["name"], arguments))
-        is_cut = self._is_ending and self._calls_before > 0  # one more call had begun
+        is_cut = self._is_ending and self._calls_before > 0  # another call had begun
         if self.num_calls == self._calls_before and self._raw and not is_cut:
             yield Part("content", self._raw)
 
@@ -143,12 +143,12 @@ class AnswerParser:
 
 
 class _Regions(ResponseParser):  # type: ignore[misc]
-    """transformers' parser, in which a region of calls ends outside of the values in it."""
+    """Parser of transformers, changed so that text inside a call's values cannot end the region of calls."""
 
     def __init__(self, values: Callable[[], Values | None], template: ResponseTemplate, **options: Any) -> None:
         self._pos: int
         self._new_values = values
-        self._values: Values | None = None  # of the region of calls that is open
+        self._values: Values | None = None  # values of the open region of calls
         super().__init__(template, **options)
 
     def _open_explicit(self, events: list[Event], field: Any, match: Any) -> None:
@@ -172,7 +172,7 @@ class _Regions(ResponseParser):  # type: ignore[misc]
 
 
 def _values_of(call: CallText | None, content: str) -> Values | None:
-    """What tells where the values of a region of calls are; ``None``: it is not known."""
+    """Return the tracker of values in a region of calls, or ``None`` if the notation is unknown."""
     if content not in ("text", "json"):
         return None
     if call is not None and call.parameter is not None:

@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's request fields, the few that vLLM added, and one of volley's own.
+"""Request bodies: OpenAI's fields, some of vLLM's, and one of volley's own.
 
-Unknown fields are ignored with a word about it, or refused by name (``--strict``). Fields of OpenAI's that volley cannot honour
-are refused unless they say what would have happened anyway; fields without any effect on the answer are accepted.
+Unknown fields are ignored and reported in a header, or refused by name with ``--strict``. OpenAI's fields that volley does not
+support are refused unless their value requests the default. Fields without effect on the answer are accepted.
 """
 
 from collections.abc import Mapping
@@ -48,15 +48,15 @@ _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Unsupported fields of vLLM's and SGLang's, which their clients send with values that request nothing."""
+"""Unsupported fields of vLLM and SGLang, with the values that request nothing, as their clients send them."""
 
 
 LEAST_TOP_P = 1e-6
-"""What 0 stands for: the likeliest token alone."""
+"""Value that replaces a ``top_p`` of 0: only the likeliest token remains."""
 
 
 class Sampling(Strict):
-    """How tokens are chosen, and what ends a text."""
+    """Sampling parameters and stop conditions."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -90,7 +90,7 @@ class StreamOptions(Strict):
 
 
 class Diffusion(Strict):
-    """How a diffusion language model answers: :class:`volley.DiffusionParams`; what is left out is the checkpoint's own."""
+    """Options of diffusion language models (:class:`volley.DiffusionParams`). Omitted ones come from the checkpoint."""
 
     may_ignore = False
 
@@ -130,7 +130,7 @@ class Diffusion(Strict):
 
 
 class _Request(Body, Sampling, GrammarFields):
-    """What both endpoints take."""
+    """Fields of both completion endpoints."""
 
     without_effect: ClassVar = (
         "guided_decoding_backend",
@@ -144,7 +144,7 @@ class _Request(Body, Sampling, GrammarFields):
         "user",
     )
     instead_of_streaming: ClassVar = "set stream to false"
-    """What a stream that asks for ``prompt_logprobs`` is told to do."""
+    """Advice in the error for streams that request ``prompt_logprobs``."""
 
     model: str | None = None
     stream: bool = False
@@ -170,15 +170,17 @@ class _Request(Body, Sampling, GrammarFields):
         if self.diffusion is not None and self.diffusion.stream_drafts and not self.stream:
             raise refusal("diffusion.stream_drafts", "stream_drafts is only allowed when stream is true")
         if self.stream and self.prompt_logprobs is not None:
-            raise refusal("prompt_logprobs", f"prompt_logprobs come with a whole answer; {self.instead_of_streaming}")
+            raise refusal(
+                "prompt_logprobs", f"prompt_logprobs is only allowed without stream; {self.instead_of_streaming}"
+            )
         return self
 
     def sampling(
         self, max_tokens: int, top_logprobs: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> SamplingParams:
-        """The engine's parameters; ``top_logprobs`` ``None`` records no log-probabilities.
+        """Return the engine's parameters. ``top_logprobs=None`` records no log-probabilities.
 
-        ``defaults`` take the place of fields that the request leaves out.
+        ``defaults`` replace fields that the request omits.
         """
         params = SamplingParams(
             temperature=self.temperature,
@@ -292,7 +294,7 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def _something_is_asked(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise refusal("max_tokens", "max_tokens is 0, which asks for nothing; set echo to have the prompt scored")
+            raise refusal("max_tokens", "max_tokens is 0, which requests nothing; set echo to score the prompt")
         return self
 
     def sampling(
@@ -305,13 +307,13 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list, whether one or several were given."""
+        """Return the prompts as a list, even if one was given."""
         many = isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list)
         return self.prompt if many else [self.prompt]  # type: ignore[return-value]
 
 
 class TokenizeRequest(Reasoning, Tools):
-    """A text or a conversation, to be counted or looked at."""
+    """Text or conversation to tokenize."""
 
     model: str | None = None
     prompt: Text | None = None

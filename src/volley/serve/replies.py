@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's completion objects and chunks, with draft statistics in the usage."""
+"""Response objects and chunks of OpenAI's completion endpoints, with draft statistics in the usage."""
 
 import math
 import time
@@ -19,11 +19,11 @@ Object = dict[str, Any]
 
 @dataclass
 class Choice:
-    """One answer as it grows."""
+    """One answer, extended token by token."""
 
     text: str = ""
     texts: list[str] = field(default_factory=list)
-    """The same, token by token."""
+    """Text of each token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass
 class Usage:
-    """Tokens of one HTTP request, all choices together."""
+    """Token counts of one HTTP request over all choices."""
 
     prompt: int = 0
     cached: int = 0
@@ -50,7 +50,7 @@ class Usage:
     cycles: int = 0
     cycle_tokens: int = 0
     answered: int = 0
-    """Output tokens of complete choices, as all that is counted below."""
+    """Output tokens of complete choices. The counts below cover complete choices too."""
     denoising_steps: int = 0
     canvases: int = 0
     passes: int = 0
@@ -60,7 +60,7 @@ class Usage:
         self.accepted += sum(chunk.from_draft for chunk in piece.chunks)
 
     def add(self, stats: GenerationStats, *, is_first: bool) -> None:
-        """Count a complete choice; only the first of each prompt says how much of it was cached."""
+        """Add a complete choice. Only a prompt's first choice reports how much of the prompt was cached."""
         self.cached += stats.cached_tokens if is_first else 0
         self.drafted += sum(stats.block_sizes) - len(stats.block_sizes)
         self.cycles += len(stats.accepted_lengths)
@@ -71,7 +71,8 @@ class Usage:
         self.passes += stats.denoising_steps + stats.commit_passes
 
     def to_json(self) -> Object:
-        """``acceptance_length`` is volley's own: τ, tokens gained per decoding cycle; so is what is said of canvases."""
+        """Return the usage as JSON. ``acceptance_length`` (τ, tokens gained per decoding cycle) and the fields on canvases are
+        volley's own."""
         details = {}
         if self.denoising_steps:
             details = {
@@ -87,7 +88,7 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
-                "rejected_prediction_tokens": max(0, self.drafted - self.accepted),  # drafts are counted at the end
+                "rejected_prediction_tokens": max(0, self.drafted - self.accepted),  # counted at the end
                 "acceptance_length": round(self.cycle_tokens / self.cycles, 4) if self.cycles else 1.0,
                 **details,
             },
@@ -95,7 +96,7 @@ class Usage:
 
 
 class Dialect:
-    """The words of one endpoint: whole answers, and chunks of a stream."""
+    """Response format of one endpoint: whole answers, and chunks of a stream."""
 
     kind: str
     chunk_kind: str
@@ -114,11 +115,11 @@ class Dialect:
         prompt_logprobs: int | None = None,
         token_ids: bool = False,
     ) -> None:
-        """``spell`` gives the text of a single token.
+        """Create the dialect. ``spell`` returns the text of a single token.
 
-        With ``include_usage`` a stream ends with the usage; with ``continuous_usage`` too every chunk has that so far.
-        ``prompts`` has each choice's; with ``prompt_logprobs`` a whole answer tells theirs, and of so many others at each
-        token. With ``token_ids`` the tokens of prompts and answers are told.
+        With ``include_usage`` a stream ends with the usage; with ``continuous_usage`` every chunk has the usage so far.
+        ``prompts`` holds each choice's prompt. With ``prompt_logprobs`` a whole answer has the log-probabilities of the prompt's
+        tokens and of that many alternatives each. With ``token_ids`` the token ids of prompts and answers are included.
         """
         self.prompts, self.prompt_logprobs, self.token_ids = prompts, prompt_logprobs, token_ids
         self.continuous_usage = include_usage and continuous_usage
@@ -140,7 +141,7 @@ class Dialect:
         return usage.to_json()
 
     def _of_prompt(self, index: int, choice: Choice) -> Object:
-        """What a whole answer says of a choice's prompt."""
+        """Return the fields of a whole answer that describe a choice's prompt."""
         own: Object = {"prompt_token_ids": list(self.prompts[index])} if self.token_ids else {}
         if self.prompt_logprobs is not None:
             own["prompt_logprobs"] = self._prompt_logprobs(self.prompts[index], choice, self.prompt_logprobs)
@@ -151,11 +152,12 @@ class Dialect:
 
     @property
     def _tells_tokens(self) -> bool:
-        """Whether a chunk says something of its tokens beside their text, which may be empty."""
+        """Return whether a chunk describes tokens even if their text is empty."""
         return self.logprobs or self.mark_draft or self.token_ids
 
     def _prompt_logprobs(self, prompt: Sequence[int], choice: Choice, num_likeliest: int) -> list[Object | None]:
-        """vLLM's form: of each token of the prompt its own id and the likeliest ones, with their ranks; ``None`` of the first."""
+        """Return the prompt's log-probabilities in vLLM's form: each token and the likeliest ones with ranks; ``None`` for the
+        first token."""
         scored = choice.scored
         assert scored is not None, "a whole answer comes after its prompt"
         told: list[Object | None] = [None]
@@ -171,19 +173,20 @@ class Dialect:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.spell(token)}
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
-        """The first chunks of a choice, sent before its first token."""
+        """Yield the first chunks of a choice, sent before its first token."""
         yield from ()
 
     def closing(self, usage: Usage) -> list[Any]:
-        """What ends a stream."""
+        """Return the chunks that end a stream."""
         return [*([self.chunk([], usage)] if self.include_usage else []), "[DONE]"]
 
     def failing(self, error: ApiError) -> list[Any]:
-        """What ends a stream that failed."""
+        """Return the chunks that end a failed stream."""
         return [error.body, "[DONE]"]
 
     def piece(self, piece: Piece, sent: Choice) -> Iterator[Object]:
-        """Choices of the chunks that stream ``piece``; ``sent`` is what went before. Several only to mark drafts."""
+        """Yield the choices of chunks that stream ``piece``; ``sent`` was streamed before. Only ``mark_draft`` needs several
+        chunks."""
         start = 0
         for drafted, group in groupby(piece.chunks, key=lambda chunk: self.mark_draft and chunk.from_draft):
             run = Piece(piece.choice, list(group), [], [])
@@ -198,13 +201,13 @@ class Dialect:
             sent.add(run)
 
     def drafted(self, event: Sketched) -> Iterator[Object]:
-        """Chunks without a choice: what stands on a canvas is no part of the answer."""
+        """Yield chunks without a choice, because a canvas is not part of the answer yet."""
         draft = event.draft
         told = {"index": event.choice, "step": draft.step, "text": draft.text, "token_ids": draft.token_ids}
         yield {**self.chunk([]), "draft": told}
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
-        """Choices of the last chunks of a choice."""
+        """Yield the choices of a choice's last chunks."""
         yield self._delta(end.choice, Choice(), sent, end.finish_reason)
 
     def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
@@ -233,9 +236,9 @@ class ChatDialect(Dialect):
         is_named: bool = False,
         **options: Any,
     ) -> None:
-        """``bytes_of`` gives the bytes of a token, if they are known; ``parsers`` take the choices apart, if that is needed.
+        """Create the dialect. ``bytes_of`` returns the bytes of a token if known. ``parsers`` split each choice into parts.
 
-        ``is_named``: the request has named the function to call.
+        ``is_named``: the request names the function to call.
         """
         super().__init__(model, spell, **options)
         self.bytes_of = bytes_of
@@ -249,7 +252,7 @@ class ChatDialect(Dialect):
         yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
-        """As vLLM's: all choices have one prompt, so what is said of it stands beside them."""
+        """Return the whole answer. As in vLLM, fields about the prompt stand beside the choices, which share it."""
         return super().whole(choices, usage) | self._of_prompt(0, choices[0])
 
     def chunk(self, choices: list[Object], usage: Usage | None = None) -> Object:
@@ -295,7 +298,7 @@ class ChatDialect(Dialect):
         }
 
     def _feed(self, index: int, texts: Sequence[str]) -> list[Part]:
-        """What the texts of some tokens bring; counts those that are reasoning."""
+        """Parse the texts of new tokens, and count reasoning tokens."""
         parser, parts = self.parsers[index], []
         for text in texts:
             before = parser.is_thinking
@@ -304,7 +307,7 @@ class ChatDialect(Dialect):
         return parts
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        """A call that the model chose to make is a reason to end; one that the request named is not, as in OpenAI's API."""
+        """Return the finish reason: ``tool_calls`` only for calls that the model chose to make, as in OpenAI's API."""
         called = bool(self.parsers) and self.parsers[index].num_calls > 0 and not self.is_named
         return "tool_calls" if reason == "stop" and called else reason
 
@@ -328,7 +331,7 @@ class ChatDialect(Dialect):
 
 
 def _merged(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of one kind joined."""
+    """Join adjacent parts of one type."""
     merged: list[Part] = []
     for part in parts:
         last = merged[-1] if merged else None
@@ -352,7 +355,7 @@ def _delta_of(part: Part) -> Object:
 
 
 def _message(parts: Sequence[Part]) -> Object:
-    """The fields of a whole message."""
+    """Return the fields of a whole message."""
     content = "".join(part.text for part in parts if part.kind == "content")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     calls: list[Object] = []
@@ -368,12 +371,12 @@ def _message(parts: Sequence[Part]) -> Object:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that its answer begins with."""
+    """Prompt that is repeated before its answer."""
 
     text: str
     token_ids: list[int]
     in_front: int = 0
-    """Characters of a token that the tokenizer has put in front of the text."""
+    """Characters that the tokenizer puts before the first token of the text."""
 
 
 class CompletionDialect(Dialect):
@@ -390,7 +393,8 @@ class CompletionDialect(Dialect):
         num_echoed: int = 0,
         **options: Any,
     ) -> None:
-        """``echoes`` has the prompt of every choice, or is empty where none is repeated, with ``num_echoed`` tokens besides."""
+        """Create the dialect. ``echoes`` has the prompt of every choice, or is empty without ``echo``. ``num_echoed`` is the
+        number of echoed tokens."""
         super().__init__(model, spell, **options)
         self.echoes, self.num_echoed = echoes, num_echoed
 
@@ -414,11 +418,12 @@ class CompletionDialect(Dialect):
         return own | self._ids(choice) | self._of_prompt(index, choice)
 
     def _start(self, index: int) -> int:
-        """Where the first token begins: in front of the text where it is no part of it."""
+        """Return the text offset of the first token, which is negative if that token is no part of the text."""
         return -self.echoes[index].in_front if self.echoes else 0
 
     def _prompt(self, index: int, choice: Choice) -> Choice:
-        """The prompt as if it were text of the answer. Nothing comes before its first token: that one has no probability."""
+        """Return the prompt as if it were text of the answer. Its first token has no log-probability, because nothing precedes
+        it."""
         echo, scored = self.echoes[index], choice.scored
         prompt = Choice(text=echo.text, token_ids=list(echo.token_ids))
         if scored is not None:
@@ -452,7 +457,7 @@ class CompletionDialect(Dialect):
         }
 
     def _spelt(self, likeliest: dict[str, float], top: list[tuple[int, float]]) -> dict[str, float]:
-        """The likeliest tokens by their text; of several with the same text the most likely, so that a client sees it."""
+        """Return the likeliest tokens by text. Of several tokens with one text, the most likely one is kept."""
         for token, logprob in top:
             text = self.spell(token)
             likeliest[text] = max(_finite(logprob), likeliest.get(text, -math.inf))
@@ -460,5 +465,5 @@ class CompletionDialect(Dialect):
 
 
 def _finite(logprob: float) -> float:
-    """−9999 stands for −∞, as in OpenAI's API: JSON has no infinity."""
+    """Replace −∞ by −9999, as in OpenAI's API, because JSON has no infinity."""
     return max(logprob, -9999.0)

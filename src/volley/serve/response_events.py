@@ -1,4 +1,4 @@
-"""What clients get from ``/v1/responses``: response objects with their items, and the events that stream them."""
+"""Response objects of ``/v1/responses`` with their items, and the events that stream them."""
 
 import time
 import uuid
@@ -18,7 +18,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesDialect(EventDialect):
-    """Response objects and the events that stream them."""
+    """Dialect of response objects and the events that stream them."""
 
     kind = chunk_kind = "response"
     prefix = "resp"
@@ -34,18 +34,18 @@ class ResponsesDialect(EventDialect):
         super().__init__(model, spell, parser)
         self._body, self._params = body, params
         self._items: list[Object] = []
-        self._is_open = False  # the last item may go on
+        self._is_open = False  # the last item may receive more
         self._sent = 0
         self._created = int(time.time())
         self._finish_reason: str | None = None
 
-    # -- what AnswerResponse asks for ----------------------------------------------------------------------------------
+    # -- called by AnswerResponse ----------------------------------------------------------------------------------------
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response(None))
 
     def drafted(self, event: Sketched) -> Iterator[Object]:
-        """What stands on a canvas is no part of the answer: an event of volley's own, which OpenAI's client passes on."""
+        """Yield an event of volley's own, because a canvas is not part of the answer. OpenAI's client passes it on."""
         draft = event.draft
         yield self._event("draft", step=draft.step, text=draft.text, token_ids=draft.token_ids)
 
@@ -167,5 +167,5 @@ class ResponsesDialect(EventDialect):
 
 
 def _copy(item: Object) -> Object:
-    """An item as it is now."""
+    """Return a copy of an item in its current state."""
     return {key: [dict(part) for part in value] if isinstance(value, list) else value for key, value in item.items()}

@@ -1,4 +1,4 @@
-"""``/v1/responses``: what clients may send there. A request is turned into a chat's, and nothing is kept between two of them."""
+"""Request bodies of ``/v1/responses`` and their translation into chat requests. No state is stored between requests."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,17 @@ _CALLED_HERE = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""What a chat's fields are called in this endpoint."""
+"""Names that the fields of a chat request have in this endpoint."""
 
 
 def _as_it_was_written(data: Any) -> Any:
-    """Without nulls, and without what the openai client's ``parse`` adds to an answer."""
+    """Drop nulls and the fields that the openai client's ``parse`` adds to an answer."""
     kept = without_nulls(data)
     return {k: v for k, v in kept.items() if not k.startswith("parsed")} if isinstance(kept, Mapping) else kept
 
 
 class _Item(Strict):
-    """What a client may send back of an answer has an id and a status, which say nothing to a model."""
+    """Item of an answer that a client sends back. Its id and status mean nothing to the model."""
 
     id: str | None = None
     status: str | None = None
@@ -68,7 +68,7 @@ class CallItem(_Item):
 
 
 class CustomCallItem(_Item):
-    """A call whose argument is one text. Here it is a function's, in an object."""
+    """Call with a plain string as argument; here it becomes a function's argument in an object."""
 
     type: Literal["custom_tool_call"]
     call_id: Text
@@ -111,14 +111,14 @@ Item = Annotated[
 
 
 def _functions(given: Any) -> Any:
-    """Only functions can be called here. Other kinds that Codex offers are left out, as if the model never chose them."""
+    """Leave out tools that are not functions, such as others that Codex offers, as if the model never chose them."""
     if not isinstance(given, list):
         return given
     return [own for own in given if not isinstance(own, Mapping) or own.get("type") not in _OTHER_TOOLS]
 
 
 def _as_items(given: Any) -> Any:
-    """A text alone is what the user says."""
+    """Turn a plain string into a user message."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
@@ -162,7 +162,7 @@ class TextOptions(Strict):
 
 class ReasoningOptions(Strict):
     effort: str | None = None
-    summary: str | None = None  # without effect: reasoning is in the answer as it is
+    summary: str | None = None  # no effect: reasoning is always in the answer
 
 
 class ResponsesStreamOptions(Strict):
@@ -249,7 +249,7 @@ class ResponsesRequest(Body, Sampling):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """The same request as a chat. Raises :class:`ApiError` (400) in this endpoint's words."""
+        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
         form = self.text.format
         body: dict[str, Any] = {
             "model": self.model,
@@ -280,7 +280,7 @@ class ResponsesRequest(Body, Sampling):
 
 
 def _choice(given: Any) -> Any:
-    """``tool_choice`` in a chat's words."""
+    """Return ``tool_choice`` in the form of a chat request."""
     match given:
         case ChosenFunction():
             return {"type": "function", "function": {"name": given.name}}
@@ -291,7 +291,7 @@ def _choice(given: Any) -> Any:
 
 
 def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ApiError:
-    """An error about a chat's field, with another endpoint's name of it; by default this one's."""
+    """Rename a chat's field in an error to its name in another endpoint, by default this one."""
     own = error.body["error"]
     given = own["param"] or ""
     first, _, rest = given.partition(".")
@@ -302,11 +302,11 @@ def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_H
 
 
 def _messages(given: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Items as a chat's messages: what the assistant thought, said and called in a row is one message."""
+    """Return the items as chat messages. Consecutive reasoning, text and calls of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    is_open = False  # the last message is the assistant's and may go on
+    is_open = False  # the last message is the assistant's and may receive more
 
     def assistant() -> dict[str, Any]:
         if not is_open:

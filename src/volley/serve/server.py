@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn: slow clients are cut off, SIGTERM lets running ones finish, SIGUSR1 reloads drafters."""
+"""uvicorn server that cuts off slow clients, finishes running requests on SIGTERM, and reloads drafters on SIGUSR1."""
 
 import asyncio
 import logging
@@ -23,11 +23,11 @@ from volley.serve.service import Service
 log = logging.getLogger("volley.serve")
 
 _KEEP_ALIVE_SECONDS = 30
-_SEND_OFF_SECONDS = 5  # to send the last answers after every job has ended
+_SEND_OFF_SECONDS = 5  # time to send the last answers after every job has ended
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which by itself would wait for a request's headers for ever."""
+    """HTTP/1.1 protocol with a limit on the time to receive headers, which uvicorn lacks."""
 
     receive_timeout: float
     _timer: asyncio.TimerHandle | None = None
@@ -60,14 +60,14 @@ class PatientProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """On the first signal new requests are refused and running ones finish; on the second everything stops."""
+    """Server that refuses new requests and finishes running ones on the first signal, and stops at once on the second."""
 
     def __init__(self, services: Sequence[Service], config: ServeConfig) -> None:
         self.models = Models(services)
         app = create_app(self.models, config)
         self._shutdown_timeout = config.shutdown_timeout
         self.address = (config.host, config.port)
-        """Where it listens, once it does: then :attr:`listening` is set."""
+        """Address of the server, final once :attr:`listening` is set."""
         self.listening = threading.Event()
         self._drain_until = 0.0
         self._reloading: list[asyncio.Task[bool]] = []
@@ -111,19 +111,19 @@ class Server(uvicorn.Server):
         self.drain()
 
     def reload(self) -> None:
-        """Read the drafters of all models again that came from a folder; where none did, each says so."""
+        """Reload the drafters of all models from their folders, and log an error for each model without one."""
         for service in [own for own in self.models if own.has_drafter_files] or self.models:
             self._reloading.append(asyncio.create_task(service.reload_drafter()))
         self._reloading = [task for task in self._reloading if not task.done()]
 
     def drain(self) -> None:
-        """Take nothing new; stop when what runs is done, or the time for that is over."""
+        """Accept no new requests. Stop when running requests have ended or the time limit is over."""
         self.models.drain()
         self._drain_until = self._drain_until or time.monotonic() + self._shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
         if any(isinstance(service.worker.fatal, ParallelError) for service in self.models):
-            self.should_exit = True  # the other ranks end with this process, and torchrun may start all again
+            self.should_exit = True  # the other ranks end with this process; torchrun may restart all
         if self.models.draining:
             late = time.monotonic() > self._drain_until
             if late:
@@ -138,5 +138,5 @@ def serve(services: Sequence[Service], config: ServeConfig) -> None:
     """Serve until a signal ends it."""
     logs.configure()
     if config.host not in ("127.0.0.1", "::1", "localhost") and not ApiKeys.load(config.api_key_file):
-        log.warning("anybody who reaches this address can use the server: no API keys are set")
+        log.warning("no API keys are set: anyone who can reach this address can use the server")
     Server(services, config).run()

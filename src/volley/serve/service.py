@@ -1,4 +1,4 @@
-"""Between HTTP and the worker: prompts become tokens, bodies become jobs, limits are kept."""
+"""Service of one model: turns request bodies into jobs, prompts into tokens, and enforces limits."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger("volley.serve")
 
 
 def memory(engine: Engine) -> dict[str, float]:
-    """MiB of weights, pools and graphs by part, and of the recurrent states of a hybrid target."""
+    """Return the MiB of weights, pools and graphs, and of the recurrent states of a hybrid target."""
     sizes = {f"{part}_mib": size for part, size in memory_of(engine).items()}
     if engine.recurrent is not None:
         sizes["recurrent_states_mib"] = engine.recurrent.store.nbytes
@@ -51,17 +51,17 @@ def memory(engine: Engine) -> dict[str, float]:
 
 
 class Companion(Protocol):
-    """Something that runs beside a service for as long as the server does, in its event loop."""
+    """Task that runs beside a service in the server's event loop, as long as the server runs."""
 
     async def start(self, services: "Iterable[Service]") -> None:
-        """``services`` are all of the server."""
+        """Start the task. ``services`` are all services of the server."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class Service:
-    """One model being served. Everything but the worker runs in the event loop."""
+    """One served model. Everything except the worker runs in the event loop."""
 
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
@@ -79,34 +79,34 @@ class Service:
             self.memory |= {"cuda_graphs": graphs, "cuda_graphs_seconds": round(seconds, 1)}
         self.draining = False
         self.preparing = 0
-        """Requests that are taken and not yet handed to the worker; the event loop counts them."""
+        """Number of accepted requests not yet handed to the worker. Only the event loop changes it."""
         self.companions: list[Companion] = []
         self.on_reloaded: list[Callable[[Drafter], None]] = []
-        """Called by the event loop with the new drafter when :meth:`reload_drafter` has replaced the old one."""
+        """Callbacks that the event loop calls with the new drafter after :meth:`reload_drafter` has replaced the old one."""
         self._engine = engine
         self._tokenizer_in_use = threading.Lock()
         self._templates = ChatTemplates(engine.tokenizer, config.chat_template, config.answer_format)
         chosen = sampling_defaults(engine.target.model.generation_config) if config.generation_config == "auto" else {}
         self.sampling = {name: value for name, value in chosen.items() if name != "max_tokens"}
-        """Values of the fields of sampling that a request leaves out."""
+        """Sampling parameters for fields that a request omits."""
         self.most_tokens: int | None = chosen.get("max_tokens")
-        """Tokens of a chat's answer for which the request sets no limit; ``None``: as many as there is room for."""
+        """Maximum tokens of a chat answer without its own limit; ``None``: as many as fit the context."""
         self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
-        engine.encode("a")  # a tokenizer settles its options on first use, and must not while the worker decodes
+        engine.encode("a")  # initialises the tokenizer's options before the worker decodes
 
     @property
     def has_drafter_files(self) -> bool:
-        """Whether :meth:`reload_drafter` has anything to read."""
+        """Return whether the drafter came from a folder that :meth:`reload_drafter` can read."""
         return self._engine.drafter_source is not None
 
     async def reload_drafter(self) -> bool:
-        """Read the drafter and its adapters again from where they were loaded, while requests go on; whether it was accepted."""
+        """Reload the drafter and its adapters while requests continue. Return whether the new one was accepted."""
         fields = {"model": self.model}
         try:
             drafter = await asyncio.to_thread(self._load_drafter)
             await asyncio.wrap_future(self.worker.swap(drafter, self._adapters))
-        except Exception as error:  # whatever may be wrong with files: the old drafter is still there
+        except Exception as error:  # after any failure the old drafter is still in place
             self.metrics.reloads.labels("refused").inc()
             log.error("a drafter was refused; the old one stays", extra={"fields": fields | {"reason": str(error)}})
             return False
@@ -168,7 +168,8 @@ class Service:
         return {"input_tokens": len(token_ids)}
 
     def _as_chat(self, body: CountRequest) -> ChatRequest:
-        """A chat; a budget of reasoning is dropped where the model's way to reason is not known, as agents send it to all."""
+        """Return the chat request. A reasoning budget is dropped if the model's reasoning format is unknown, because agents
+        always send one."""
         chat = body.as_chat()
         form = self._template_of(chat).form
         is_known = form is not None and form.thinking is not None
@@ -177,13 +178,13 @@ class Service:
     async def converse(
         self, body: ChatRequest, client: str = "", most: int | None = None
     ) -> tuple[Job, list[AnswerParser]]:
-        """The job of a conversation, and what takes each of its answers apart, if anything has to.
+        """Return the job of a conversation and the parsers of its answers, if any are needed.
 
-        Without a limit of its own, an answer has ``most`` tokens at most, or as many as there is room for.
+        An answer without its own limit has at most ``most`` tokens, or as many as fit the context.
         """
         adapter, template = self._check(body.model), self._template_of(body)
         form = self._form_of(body, template)
-        self.worker.check_room()  # a full server prepares nothing
+        self.worker.check_room()  # a full server does no preparation
         prompt = await asyncio.to_thread(self._render, body)
         (token_ids,) = await self._encode([prompt], "messages", special=not template.text)
         asked = body.max_completion_tokens or body.max_tokens
@@ -201,16 +202,16 @@ class Service:
             parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # an error names its field
+        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # errors name a field
         params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
-        others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all
+        others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all of them
         choices = [params, *(others.for_choice(choice) for choice in range(1, body.n))]
         return self._submit(Job([token_ids] * body.n, choices, client, body.recalibrate)), parsers
 
     def _held_open(self, params: SamplingParams, least: int) -> SamplingParams:
-        """The parameters with a rule under which no token ends the text before it has ``least`` tokens."""
+        """Return the parameters with a rule that forbids end tokens before ``least`` tokens."""
         problem = None
         if least > params.max_tokens:
             problem = f"is {least}, and the answer has {params.max_tokens} tokens at most; give a smaller number"
@@ -233,7 +234,7 @@ class Service:
         return self._templates.choose(with_tools=bool(body.shown))
 
     def _form_of(self, body: ChatRequest, template: ChatTemplate) -> AnswerFormat | None:
-        """How the answer is written; ``None``: it is nothing but text. A forced call needs no format of the model's own."""
+        """Return the answer's format, or ``None`` for plain text. A forced call works without a format of the model's own."""
         form = template.form
         if body.is_forced and (form is None or form.call is None or not can_bind(form.call, body.offered)):
             return plain_calls(form)
@@ -269,14 +270,14 @@ class Service:
         return prompt
 
     def _shows_special_tokens(self, form: AnswerFormat) -> bool:
-        """Whether the format's markers are special tokens, which are left out of text otherwise."""
+        """Return whether the format's markers are special tokens, which decoding would otherwise drop."""
         markers = form.markers()
         return any(token in markers for token in special_tokens(self._engine.tokenizer))
 
     async def _bind(
         self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
     ) -> SamplingParams:
-        """With the grammar of the whole answer and the budget of its reasoning. ``parser`` has read the prompt."""
+        """Return the parameters with the grammar of the whole answer and its reasoning budget. ``parser`` has read the prompt."""
         tokenizer = self._engine.tokenizer
         is_thinking, is_answering = (parser.is_thinking, parser.is_answering) if parser else (False, False)
         field = "tools" if body.offered else next((asked[0] for asked in asked_for(body)), "response_format")
@@ -339,7 +340,7 @@ class Service:
         return Echo(text, token_ids, 0 if text.startswith(first) else len(first))
 
     def _check(self, model: str | None) -> str | None:
-        """Whether requests are taken, and the adapter that the model's name chooses."""
+        """Check that requests are accepted, and return the adapter that the model's name selects."""
         if self.draining:
             raise shutting_down(self.config.shutdown_timeout)
         if not self.worker.is_alive:
@@ -348,15 +349,15 @@ class Service:
 
     @property
     def names(self) -> list[str]:
-        """What clients may give as model. The engine's adapters are missing for a moment while its drafter is replaced."""
+        """Return the names that clients may give as model. Adapters are missing briefly while the drafter is replaced."""
         return [self.model, *(f"{self.model}:{adapter}" for adapter in sorted(self._adapters))]
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that one of :attr:`names` chooses."""
+        """Return the adapter that one of :attr:`names` selects."""
         return None if model is None or model == self.model else model.removeprefix(f"{self.model}:")
 
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> None:
-        """Refuse a prompt that leaves no room for the tokens that are asked for, or for one."""
+        """Refuse a prompt that leaves too little of the context for the requested tokens, or for one token."""
         room = self.max_model_len - len(prompt)
         if room < (1 if asked is None else asked):
             wanted = f"{len(prompt)} in the {field}" + (f", {asked} in the completion" if asked else "")
@@ -377,9 +378,9 @@ class Service:
 
     # -- text and tokens -----------------------------------------------------------------------------------------------
     async def _encode(self, prompts: Sequence[Prompt], field: str, *, special: bool = True) -> list[list[int]]:
-        """Token ids; without ``special``, of texts that have their special tokens already."""
+        """Return token ids. Without ``special`` the texts already contain their special tokens."""
         fewest = max(map(len, prompts)) // self._longest_token
-        if fewest > self.max_model_len:  # too long in any case; counting exactly could take seconds
+        if fewest > self.max_model_len:  # too long in any case; an exact count could take seconds
             raise self._too_long(f"at least {fewest} in the {field}", field)
 
         def encode() -> list[list[int]]:
@@ -397,10 +398,10 @@ class Service:
             raise ApiError(400, str(error), param=field) from None
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
-        """Token ids of a text or a conversation, in vLLM's form."""
+        """Return token ids of a text or a conversation in vLLM's form."""
         self._check(body.model)
         is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
-        own = not (is_chat and self._template_of(body).text)  # a template writes them itself
+        own = not (is_chat and self._template_of(body).text)  # a template writes special tokens itself
         special = own if body.add_special_tokens is None else body.add_special_tokens
 
         def encode() -> list[int]:
@@ -413,29 +414,29 @@ class Service:
         return {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids, "token_strs": pieces}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
-        """The text of token ids."""
+        """Return the text of token ids."""
         self._check(body.model)
         if body.tokens:
-            await asyncio.to_thread(self._encode_one, body.tokens, "tokens")  # which refuses ids that are no tokens
+            await asyncio.to_thread(self._encode_one, body.tokens, "tokens")  # refuses ids that are no tokens
         return {"prompt": await asyncio.to_thread(self.decode, body.tokens)}
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What a client needs to use the tokenizer from afar."""
+        """Return what a client needs to use the tokenizer remotely."""
         tokenizer = self._engine.tokenizer
         own = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
         own["chat_template"] = self._templates.plain.text or None
         return {"tokenizer_class": type(tokenizer).__name__, "max_model_len": self.max_model_len} | own
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, special ones included."""
         return self._spelling.text(token_ids)
 
     def spell(self, token_id: int) -> str:
-        """The text of one token in the middle of others."""
+        """Return the text of one token within a sequence."""
         return self._spelling.one(token_id)
 
     def card(self, name: str, created: int) -> dict[str, Any]:
-        """A model as ``/v1/models`` shows it, with the fields of Anthropic's API beside those of OpenAI's."""
+        """Return a model as ``/v1/models`` lists it, with the fields of OpenAI's and Anthropic's APIs."""
         return {
             "id": name,
             "object": "model",

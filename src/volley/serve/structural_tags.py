@@ -1,4 +1,4 @@
-"""vLLM's ``structural_tag``: free text in which a trigger begins a tag with JSON of its own schema inside."""
+"""vLLM's ``structural_tag``: free text in which a trigger begins a tag that contains JSON under a schema."""
 
 import json
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from volley.serve.markers import TERMINALS, Markers
 
 
 class Structure(Strict):
-    """A tag: what it begins with, the schema of what is inside, and what it ends with."""
+    """Tag: the text that begins it, the schema of its content, and the text that ends it."""
 
     may_ignore = False
 
@@ -28,11 +28,11 @@ class StructuralTag(Strict):
     type: Literal["structural_tag"] = "structural_tag"
     structures: list[Structure] = Field(min_length=1)
     triggers: list[str] = Field(min_length=1)
-    """Texts that begin tags: no tag begins where none of them stands, and where one stands a tag that begins with it must."""
+    """Texts that begin tags. A tag begins only with a trigger, and after a trigger a matching tag must follow."""
 
 
 def read_tags(value: Any) -> StructuralTag:
-    """Structures and triggers from an object, or from JSON. Raises :class:`ConfigError`."""
+    """Read structures and triggers from an object or from JSON. Raises :class:`ConfigError`."""
     try:
         return StructuralTag.model_validate(json.loads(value) if isinstance(value, str) else value)
     except ValidationError as error:
@@ -46,7 +46,7 @@ def read_tags(value: Any) -> StructuralTag:
 
 
 def grammar_of_tags(tag: StructuralTag, markers: Markers) -> Grammar:
-    """Free text and any number of tags. A special token that begins a trigger stands in triggers only.
+    """Return the grammar of free text with any number of tags. A special token that begins a trigger occurs only in triggers.
 
     Raises :class:`ConfigError`.
     """
@@ -73,7 +73,7 @@ def _under(trigger: str, tag: StructuralTag) -> list[Structure]:
 
 
 def _inside(structure: Structure, trigger: str, markers: Markers) -> str:
-    """A tag behind its trigger, in Lark."""
+    """Return the rest of a tag after its trigger, as a Lark expression."""
     schema = json.loads(Grammar.json_schema(True if structure.schema_ is None else structure.schema_).source)
     inner = json.dumps({**enforceable(schema), "x-guidance": {"whitespace_pattern": WHITESPACE}})
     begin = markers.literal(structure.begin.removeprefix(trigger))

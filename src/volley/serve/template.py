@@ -1,4 +1,4 @@
-"""A chat template at work: conversations as it can write them, and the format of the answers to its prompts."""
+"""Chat template together with the rewriting of conversations that it needs and the format of answers to its prompts."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,29 +12,29 @@ from volley.serve.formats import anchored, format_of
 
 
 class ChatTemplate:
-    """One chat template of a model. A base model has none: then ``text`` is empty."""
+    """One chat template of a model; ``text`` is empty for a base model, which has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, answer_format: str) -> None:
         self.text = text
         self._render = partial(render_chat, tokenizer, template=text or None)
         self._conversations = Conversations(self._render)
         self.form = anchored(format_of(tokenizer, text, answer_format), self._conversations.opening())
-        """How answers hold reasoning and calls; ``None``: they are nothing but text."""
+        """Format of reasoning and calls in answers; ``None``: answers are plain text."""
 
     @property
     def takes_tools(self) -> bool:
         return "tools" in self.text
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the prompt of ``messages``, put as the template can write them; ``options`` are :func:`render_chat`'s."""
+        """Return the prompt of ``messages``, rewritten for the template. ``options`` are those of :func:`render_chat`."""
         return self._render(self._conversations(list(map(dict, messages))), **options)
 
 
 class ChatTemplates:
-    """The chat templates of a model: one for conversations with tools, one for all others; often the same one."""
+    """Chat templates of a model: one for conversations with tools and one for all others, often the same."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, choice: str | None, answer_format: str) -> None:
-        """``choice`` is the name of one of the tokenizer's, or a file, to use for both; ``None``: the tokenizer chooses."""
+        """Load the templates. ``choice`` is a template's name or file to use for both; ``None``: the tokenizer's defaults."""
         if choice is not None:
             texts = [find_template(tokenizer, choice)] * 2
         else:

@@ -1,4 +1,4 @@
-"""Where the values of calls are in a text: a mark that stands inside of one closes nothing."""
+"""Positions of values within calls: a marker inside a value closes nothing."""
 
 import re
 from typing import Protocol
@@ -8,19 +8,19 @@ from volley.serve.formats import ParameterText
 
 
 class Values(Protocol):
-    """Those of one region of calls."""
+    """Values of one region of calls."""
 
     def begin(self, start: int) -> None:
-        """The region begins at ``start`` of the text."""
+        """Begin the region at index ``start`` of the text."""
         ...
 
     def hold(self, text: str, end: int) -> bool:
-        """Whether a value is open behind the mark that ends at ``end``, which is no less than it was before."""
+        """Return whether a value is open behind a marker that ends at ``end``. ``end`` never decreases between calls."""
         ...
 
 
 class Strings:
-    """Those of JSON, in double quotes or in ``quotes`` of the notation. Outside of objects and arrays there are none."""
+    """Values of JSON: strings in double quotes or in the notation's ``quotes``. Only strings inside objects and arrays count."""
 
     def __init__(self, *quotes: str) -> None:
         self._quotes = {'"': re.compile(r'\\.|"', re.DOTALL), **{one: re.compile(re.escape(one)) for one in quotes}}
@@ -43,12 +43,12 @@ class Strings:
                 self.depth = max(0, self.depth - 1)
             elif self.depth:
                 self._quote = mark
-        self._at = max(self._at, end - self._longest + 1)  # a mark may begin there
+        self._at = max(self._at, end - self._longest + 1)  # a marker may begin there
         return bool(self._quote)
 
 
 class TaggedValues:
-    """Those between tags."""
+    """Values between tags."""
 
     def __init__(self, tags: ParameterText) -> None:
         self._arguments = TaggedArguments(tags, {})

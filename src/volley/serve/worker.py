@@ -1,8 +1,8 @@
-"""The thread that owns the engine, and the jobs through which an event loop talks to it.
+"""Thread that owns the engine, and the jobs by which an event loop communicates with it.
 
-Nothing else touches the engine once the worker runs. The loop hands in jobs and aborts through a queue; after every step the
-worker hands all new events to the loop in one call. On a GPU it does so within the next step, while the device works: the loop
-then writes to its clients beside a thread that waits, and does not hold up the next launch.
+Once the worker runs, only its thread touches the engine. The loop submits jobs and aborts through a queue. After every step the
+worker hands all new events to the loop in one call. On a GPU it does so during the next step, while the device works: the loop
+then writes to its clients while the thread waits, and does not delay the next launch.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger("volley.serve")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one choice: a chunk for each token."""
+    """Output of one step for one choice: one chunk per token."""
 
     choice: int
     chunks: list[TextChunk]
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sketched:
-    """What stands on the canvas of a choice; it may still change."""
+    """Current canvas of a choice, which may still change."""
 
     choice: int
     draft: CanvasDraft
@@ -48,7 +48,7 @@ class Sketched:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The log-probabilities of a choice's prompt, all tokens but the first; they come before anything else of it."""
+    """Log-probabilities of a choice's prompt without its first token, sent before all other events of the choice."""
 
     choice: int
     logprobs: list[float]
@@ -58,7 +58,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A choice is complete."""
+    """End of a choice."""
 
     choice: int
     finish_reason: FinishReason
@@ -67,7 +67,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The job ends here: a refused request (``VolleyError``), or an error inside the engine."""
+    """Failure of the job: a refused request (``VolleyError``) or an error inside the engine."""
 
     error: Exception
 
@@ -76,7 +76,7 @@ Event = Scored | Piece | Sketched | End | Failure
 
 
 class QueueFull(Exception):
-    """More requests than the server holds; ``retry_after`` is a guess in seconds."""
+    """Raised if the server is full. ``retry_after`` is an estimate in seconds."""
 
     def __init__(self, held: int, retry_after: int) -> None:
         super().__init__(f"the server already holds {held} requests; try again in about {retry_after} s")
@@ -84,16 +84,16 @@ class QueueFull(Exception):
 
 
 class Stopped(Exception):
-    """The worker ended before the job did."""
+    """Raised if the worker ends before the job."""
 
     def __init__(self, *, is_dead: bool = False) -> None:
-        """``is_dead``: the engine broke down, and nobody stopped it."""
+        """Create the error. ``is_dead``: the engine failed; otherwise it was stopped."""
         super().__init__("the engine has stopped" if is_dead else "the server is shutting down")
         self.is_dead = is_dead
 
 
 class Job:
-    """What one HTTP request asks for: one choice for each prompt of token ids. Made and read by the event loop."""
+    """Work of one HTTP request: one choice per prompt of token ids. The event loop creates and reads it."""
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class Job:
         self.prompts = prompts
         self.params = params
         self.client = client
-        """Who asks: an API key or an address."""
+        """Client of the request: an API key or an address."""
         self.may_be_kept = may_be_kept
-        """Whether the client lets the server keep the answer, if it said so."""
+        """True or False if the client allows or forbids the server to keep the answer, ``None`` if it does not say."""
         self.arrived = time.perf_counter()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.requests: list[Request] = []
-        """Owned by the worker."""
+        """Requests of the engine, owned by the worker."""
 
 
 @dataclass(frozen=True)
 class Swap:
-    """A drafter, and its adapters' folders by name, to take the place of the engine's."""
+    """Replacement for the engine's drafter, with its adapters' folders by name."""
 
     drafter: Drafter
     adapters: Mapping[str, str]
@@ -127,30 +127,30 @@ _Command = tuple[str, Job | Swap | None]
 
 
 class Worker:
-    """Steps an engine in a thread of its own for jobs that come from one event loop."""
+    """Thread that steps an engine for jobs from one event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int) -> None:
-        """``max_waiting`` requests may queue beside those that the engine runs at once."""
+        """Create the worker. ``max_waiting`` requests may queue beyond those that the engine runs at once."""
         self.engine = engine
         self._max_waiting = max_waiting
         self.metrics = metrics
         self.capacity = engine.snapshot().max_running + max_waiting
         self.held = 0
-        """Requests handed in and not yet over, as the event loop knows; it alone writes this."""
+        """Number of submitted requests that have not ended. Only the event loop changes it."""
         self.fatal: BaseException | None = None
-        """Why the worker died, if it did."""
+        """Exception that ended the worker, if any."""
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._end_of_inbox, self._has_ended = threading.Lock(), False  # nothing is put in after the last was taken out
+        self._end_of_inbox, self._has_ended = threading.Lock(), False  # nothing is queued after the last get
         self._owner: dict[Request, tuple[Job, int]] = {}
         self._outbox: list[tuple[Job, Event]] = []
         self._handed_in = self._opened = 0  # jobs; the event loop counts the first, the thread the second
         self._left = 0
-        self._seconds = 1.0  # a request's usual time, for Retry-After
+        self._seconds = 1.0  # typical duration of a request, for Retry-After
         self._thread = threading.Thread(target=self._run, name="volley-engine", daemon=True)
         self.on_finished: list[Callable[[Job, Request], None]] = []
-        """Called by the thread for each answer that is complete."""
+        """Callbacks that the thread calls with each complete answer."""
         self.on_held: list[Callable[[int], None]] = []
-        """Called by the event loop with :attr:`held` when it has changed."""
+        """Callbacks that the event loop calls with :attr:`held` when it changes."""
         engine.on_verified.append(metrics.verified)
         engine.arrivals.newcomers = self._has_newcomers
         engine.overlap.listeners.append(self._publish)
@@ -165,7 +165,7 @@ class Worker:
         self._inbox.put(("stop", None))
 
     def stop(self) -> None:
-        """The same, and return when the thread has ended."""
+        """End every job with :class:`Stopped`, then the thread, and wait for it."""
         self.stop_soon()
         self._thread.join()
 
@@ -174,13 +174,13 @@ class Worker:
         return self._thread.is_alive() and self.fatal is None
 
     def check_room(self, answers: int = 1) -> None:
-        """Raises :class:`QueueFull` where so many more would be too many."""
+        """Raise :class:`QueueFull` if ``answers`` more requests do not fit the queue."""
         if self.held + answers > self.capacity:
             rounds = self.held / (self.capacity - self._max_waiting)
             raise QueueFull(self.held, min(60, max(1, math.ceil(rounds * self._seconds))))
 
     def submit(self, job: Job) -> None:
-        """Queue a job; its events come to ``job.events``. Raises :class:`QueueFull`, and :class:`Stopped` after the end."""
+        """Queue a job, whose events arrive in ``job.events``. Raises :class:`QueueFull`, and :class:`Stopped` after the end."""
         self.check_room(len(job.prompts))
         with self._end_of_inbox:
             if self._has_ended:
@@ -190,11 +190,11 @@ class Worker:
         self._handed_in += 1
 
     def abort(self, job: Job) -> None:
-        """Give up what is left of a job; harmless when nothing is."""
+        """Abort the requests of a job that still run, if any."""
         self._inbox.put(("abort", job))
 
     def swap(self, drafter: Drafter, adapters: Mapping[str, str]) -> "Future[None]":
-        """Replace the drafter between two steps; the future is done when it is, or has the error that kept the old one."""
+        """Replace the drafter between two steps. The future resolves then, or holds the error that kept the old drafter."""
         swap = Swap(drafter, adapters)
         with self._end_of_inbox:
             if self._has_ended:
@@ -225,7 +225,7 @@ class Worker:
             while self._obey():
                 if self.engine.has_work:
                     self._step()
-                if not (self.engine.overlap.is_used and self.engine.has_work):  # else the next step does it on its way
+                if not (self.engine.overlap.is_used and self.engine.has_work):  # else the next step does it
                     self._publish()
         except BaseException as error:
             log.critical("the engine's worker died", exc_info=error)
@@ -233,7 +233,7 @@ class Worker:
         self._end()
 
     def _end(self) -> None:
-        """Nothing runs any more: say so to every job, including those that have only just come in."""
+        """Report the end to every job, including jobs submitted in the meantime."""
         jobs = {id(job): job for job, _ in self._owner.values()}
         for request in self._owner:
             if self.fatal is None:
@@ -254,7 +254,7 @@ class Worker:
         self._hand_over()
 
     def _obey(self) -> bool:
-        """Carry out what has come in, waiting for something when there is nothing else to do. False: stop."""
+        """Process the queue, waiting for an entry if the engine has no work. Return False to stop."""
         idle = not self.engine.has_work
         while idle or not self._inbox.empty():
             command, job = self._inbox.get()
@@ -279,7 +279,7 @@ class Worker:
             swap.done.set_exception(error)
 
     def _has_newcomers(self) -> bool:
-        """Whether jobs have come in during the step, and the engine has room for another request."""
+        """Return whether jobs arrived during the step and the engine can run another request."""
         if self._handed_in == self._opened:
             return False
         now = self.engine.snapshot()
@@ -288,10 +288,10 @@ class Worker:
     def _open(self, job: Job) -> None:
         self._opened += 1
         try:
-            first: dict[int, Request] = {}  # of each prompt: the others share what it has read
+            first: dict[int, Request] = {}  # first request of each prompt; the others share its K/V
             for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
                 request = self.engine.add_request(prompt, params, after=first.get(id(prompt)))
-                request.arrived = job.arrived  # it has waited for the end of a step
+                request.arrived = job.arrived  # it waited for the end of a step
                 first.setdefault(id(prompt), request)
                 job.requests.append(request)
                 self._owner[request] = (job, choice)
@@ -300,7 +300,7 @@ class Worker:
             self._fail(job, error)
 
     def _close(self, job: Job) -> None:
-        """Free what the job still holds."""
+        """Free the resources that the job still holds."""
         for request in job.requests:
             if self._owner.pop(request, None) is not None:
                 self.engine.abort(request)
@@ -326,9 +326,9 @@ class Worker:
         self.metrics.stepped(self.engine, time.perf_counter() - started)
 
     def _publish(self) -> None:
-        """Tell the loop what the last step brought."""
+        """Send the events of the last step to the loop."""
         for request, (job, choice) in list(self._owner.items()):
-            if request not in self._owner:  # its job has failed by another choice
+            if request not in self._owner:  # its job failed because of another choice
                 continue
             request.write()
             is_first = request.num_output == len(request.chunks) and (
@@ -360,6 +360,6 @@ class Worker:
 
     def _hand_over(self) -> None:
         if self._outbox or self._left:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is listening
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is listening
                 self.loop.call_soon_threadsafe(self._deliver, self._outbox, self._left)
             self._outbox, self._left = [], 0

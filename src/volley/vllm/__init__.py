@@ -1,4 +1,4 @@
-"""volley's drafters inside vLLM, through vLLM's ``custom_class`` proposers. Importing it does not import vLLM."""
+"""Drafters of volley inside vLLM, as ``custom_class`` proposers. Importing this module does not import vLLM."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

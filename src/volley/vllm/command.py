@@ -1,4 +1,5 @@
-"""``volley serve --engine vllm``: checks a pair and starts vLLM's own server with it. ``cli.py`` puts it on the command line."""
+"""Command ``volley serve --engine vllm``: checks a pair and starts vLLM's server with it. ``cli.py`` adds it to the command
+line."""
 
 import os
 import shlex
@@ -20,32 +21,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMOptions:
-    """What is served, and what is recorded."""
+    """Options for serving with vLLM."""
 
     engine: Literal["vllm"]
-    """Whose server to start."""
+    """Server to start."""
     target: str | None = None
-    """Target, folder or hub name; it may also stand right after --engine vllm. By default the bundled one."""
+    """Target: folder or hub name, also accepted right after --engine vllm. By default the bundled one."""
     drafter: str | None = None
     """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
     greedy_only: bool = False
-    """Every request will have temperature 0: the plugin asks for this on CPUs, where vLLM 0.32 verifies others wrongly."""
+    """Promise that every request has temperature 0: required on CPUs, where vLLM 0.32 verifies others wrongly."""
     record: Path | None = None
-    """Draft nothing and record the target's features of every prompt in this folder, for volley train --feature-server."""
+    """Draft nothing, and record the target's features of every prompt in this folder, for volley train --feature-server."""
     taps: str | None = None
-    """With --record: the layers, by number or how many, as volley train's. By default what it would tap."""
+    """With --record: layers to record, by number or as a count, as in volley train. By default those that it would tap."""
     record_final: bool = False
-    """With --record: the final states too, for volley train's --soft-targets and --total-variation."""
+    """With --record: record the final states too, for volley train's --soft-targets and --total-variation."""
     dry_run: bool = False
-    """Check everything, print vLLM's command and do not run it."""
+    """Check everything and print vLLM's command without running it."""
 
 
 @expand
 def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingConfig) -> None:
     """Serve a target with vLLM's OpenAI server and a drafter of volley's. All further options are vLLM's own.
 
-    Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it can
-    do all that is asked for; otherwise volley's plugin does.
+    Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it
+    supports all given options; otherwise volley's plugin does.
     """
     from volley.models.drafters.export import TargetShape
     from volley.vllm.options import TESTED
@@ -73,7 +74,7 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
 
 
 def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) -> dict[str, Any]:
-    """vLLM's arguments for a target whose features are recorded."""
+    """Return vLLM's arguments for recording a target's features."""
     from volley.models.drafters.tap_layers import choose_taps, parse_taps
     from volley.vllm.recorder import RecordOptions, recorder_args
 
@@ -89,7 +90,7 @@ def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) 
 def _speculation(
     target: str, drafter: str, options: VLLMOptions, drafting: DraftingConfig, args: list[str]
 ) -> dict[str, Any]:
-    """vLLM's arguments for a drafter: its built-in method where that does all that is asked, volley's plugin otherwise."""
+    """Return vLLM's arguments for a drafter: its built-in method if that supports all options, else volley's plugin."""
     from volley.models.checkpoints.formats import detect, drafter_folder
     from volley.models.drafters.drafter import Drafter
     from volley.models.drafters.export import TargetShape
@@ -110,7 +111,7 @@ def _speculation(
         )
     if found["speculative_config"]["method"] == "dflash":
         if launch.is_cpu_build() and not options.greedy_only:
-            raise wrong_sampler()  # as the plugin does, when it starts
+            raise wrong_sampler()  # the plugin raises this at its start too
         if detect(read_json(Path(drafter) / "config.json")) == "transformers":
             raise ConfigError(
                 f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab"
@@ -119,7 +120,7 @@ def _speculation(
 
 
 def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -> dict[str, Any] | None:
-    """vLLM's arguments for its own ``dflash``, if that does all that is asked."""
+    """Return vLLM's arguments for its own ``dflash`` if that supports all options, else ``None``."""
     fixed, _, size = (drafting.policy or "fixed").partition(":")
     is_plain = (
         config.head is None and drafting.denoising_steps == 1 and config.window_for(drafting.draft_window) is None

@@ -1,8 +1,8 @@
-"""The drafter on vLLM's slots: features go where vLLM keeps the same token's K/V.
+"""Drafter that stores its K/V in the same slots as vLLM stores the target's.
 
-Sharing vLLM's slots makes prefix caching, preemption and the end of a request right without any bookkeeping: the drafter's K/V of
-a position are there exactly as long as the target's. A slot remembers the token it was written for; where another token stands,
-or none, the drafter has not seen the position (vLLM may have loaded its K/V from elsewhere).
+Shared slots make prefix caching, preemption and the end of a request correct without bookkeeping: the drafter's K/V of a position
+exist exactly as long as the target's. Each slot records the token it was written for. If a slot records another token or none,
+the drafter has not seen the position; vLLM may have loaded its K/V from elsewhere.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ UNUSED = PositionNoise(0)
 
 
 class SlotTable(BlockTable):
-    """A block table whose slots another engine has chosen: position p is in slot ``where[p]``."""
+    """Block table with slots chosen by another engine: position p is in slot ``where[p]``."""
 
     __slots__ = ("_where",)
 
@@ -41,7 +41,7 @@ class SlotTable(BlockTable):
 
     @property
     def is_consecutive(self) -> bool:
-        """Never: a block has its slots elsewhere than its context."""
+        """Return False: the slots of a block are separate from those of its context."""
         return False
 
     def slot_array(self, start: int, end: int) -> IntArray:
@@ -50,7 +50,7 @@ class SlotTable(BlockTable):
 
 @dataclass(slots=True)
 class SlotRequest:
-    """A request in one pass, for drafting. vLLM does not tell which requests are sampled, so all are taken for greedy."""
+    """Request in one pass, for drafting. vLLM does not report which requests are sampled, so all count as greedy."""
 
     request_id: int
     anchor: int
@@ -63,7 +63,7 @@ class SlotRequest:
 
 
 class SlotDrafter:
-    """A drafter that keeps the K/V of a token in the slot of the target's. Only blocks being drafted have slots of their own."""
+    """Drafter that stores a token's K/V in the slot of the target's. Only blocks being drafted have slots of their own."""
 
     def __init__(
         self, drafter: Drafter, config: DraftingConfig, embed: Projection, head: Projection, max_requests: int
@@ -71,10 +71,10 @@ class SlotDrafter:
         self.drafter, self.config, self.embed, self.head = drafter, config, embed, head
         self._num_scratch = max_requests * drafter.config.block_size
         self.token_ids = np.empty(0, dtype=np.int32)
-        """The token whose K/V are in each slot; -1: none."""
+        """Token whose K/V are in each slot; -1: none."""
 
     def reserve(self, num_slots: int) -> None:
-        """Make room for ``num_slots`` positions, as many as vLLM has; known from its first pass."""
+        """Allocate K/V for ``num_slots`` positions, as many as vLLM has; its first pass reports the number."""
         if num_slots == len(self.token_ids):
             return
         drafter, weight = self.drafter, self.drafter.fc.weight
@@ -85,19 +85,19 @@ class SlotDrafter:
         self.proposer = BlockProposer(self.model, self.config)
 
     def inject(self, features: Tensor, positions: IntArray, slots: IntArray, token_ids: Tokens) -> None:
-        """Make the drafter's K/V in ``slots [T]`` from the features ``[T, taps · H]`` of ``token_ids [T]``."""
+        """Compute the drafter's K/V in ``slots [T]`` from the features ``[T, taps · H]`` of ``token_ids [T]``."""
         where, at = (torch.from_numpy(indices).to(self.model.device) for indices in (slots, positions))
         self.model.keep(features, at, where, None)
         self.token_ids[slots] = token_ids
 
     def has_seen(self, slots: IntArray, token_ids: Tokens) -> bool:
-        """Whether everything that a block behind context ``token_ids [n]`` in ``slots [n]`` sees has been injected."""
+        """Return whether the whole context that a block after ``token_ids [n]`` in ``slots [n]`` attends to has been injected."""
         windows = [len(slots) if window is None else window for window in self.model.windows]
         first = max(0, len(slots) - max(windows))
         return bool((self.token_ids[slots[first:]] == token_ids[first:]).all())
 
     def request(self, index: int, request_id: int, context: IntArray, anchor: int) -> SlotRequest:
-        """The ``index``-th of the requests that draft in a pass; its tokens before ``anchor`` are in slots ``context [n]``."""
+        """Return the ``index``-th drafting request of a pass; its tokens before ``anchor`` are in slots ``context [n]``."""
         size = self.drafter.config.block_size
         scratch = len(self.token_ids) + index * size + np.arange(size)
         return SlotRequest(request_id, anchor, len(context) + 1, SlotTable(np.concatenate((context, scratch))))

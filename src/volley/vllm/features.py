@@ -1,4 +1,4 @@
-"""Asks a running vLLM that records (``volley.vllm.Recorder``) for features: texts are sent to it as prompts."""
+"""Client of a vLLM server that records features (``volley.vllm.Recorder``): texts are sent as prompts."""
 
 import os
 import time
@@ -13,25 +13,26 @@ from volley.errors import CheckpointError, ConfigError, EndpointError, MismatchE
 from volley.models.drafters.recorded import Recorded, load_recorded, recorded_path
 
 LOOKS = (0.0, 1.0, 10.0)
-"""Seconds to wait after each answer before looking for its files: shared file systems can be slow to show new ones."""
+"""Seconds to wait before each search for an answer's files, because shared file systems show new files late."""
 
 
 class RecordingServer:
-    """Asks ``url`` (``http://host:8000/v1``) for one token after each prompt, and reads what it has recorded in ``directory``.
+    """Recording server at ``url`` (``http://host:8000/v1``): it generates one token per prompt and records into ``directory``.
 
-    A call removes the files that the previous call read. So the folder stays small, and processes that ask for the same
-    prompt at the same time all find its file.
+    Each call removes the files that the previous call read. The folder thus stays small, and processes that send the same prompt
+    at the same time all find its file.
     """
 
     def __init__(
         self, url: str, directory: Path, layer_ids: Sequence[int], hidden_size: int, with_final: bool, longest: int
     ) -> None:
-        """It must record ``layer_ids`` of a target of ``hidden_size``, and take prompts of ``longest`` tokens."""
+        """Connect to a server that records ``layer_ids`` of a target of ``hidden_size`` and accepts prompts of ``longest``
+        tokens."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"feature_server is {url!r}; write it like http://127.0.0.1:8000/v1")
         self.url, self.directory = url.rstrip("/"), directory
         self.layer_ids, self.hidden_size, self.with_final = tuple(layer_ids), hidden_size, with_final
-        headers = {"Connection": "close"}  # an idle one may be gone when the next step asks
+        headers = {"Connection": "close"}  # an idle connection may be closed before the next step
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         transport = httpx.HTTPTransport(retries=3)
@@ -46,7 +47,7 @@ class RecordingServer:
         return f"volley serve --engine vllm TARGET --record {self.directory.resolve()} --taps {taps}{final}"
 
     def _check_served(self, longest: int) -> str:
-        """The name of the model served, which must take prompts of ``longest`` tokens."""
+        """Return the served model's name, and check that it accepts prompts of ``longest`` tokens."""
         models = self._request("GET", "/models").get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise EndpointError(
@@ -78,7 +79,7 @@ class RecordingServer:
         return answer if isinstance(answer, dict) else {}
 
     def __call__(self, prompts: Sequence[Tensor]) -> list[Recorded]:
-        """What the target computes of each of ``prompts``, token ids ``[n]``."""
+        """Return the target's features of each of ``prompts``, token ids ``[n]``."""
         paths = [recorded_path(self.directory, token_ids) for token_ids in prompts]
         found = self._record(dict(zip(paths, prompts, strict=True)))
         self._remove(self._read - found.keys())
@@ -86,10 +87,10 @@ class RecordingServer:
         return [found[path] for path in paths]
 
     def _record(self, missing: dict[Path, Tensor]) -> dict[Path, Recorded]:
-        """Have prompts recorded; ``missing`` and the result map the path of each file to its prompt and its features.
+        """Have prompts recorded. ``missing`` and the result map each file's path to its prompt and its features.
 
-        A file that was there before may belong to another target. Another process may remove a file, and the server may lose
-        one: prompts whose file is not there are sent again.
+        A file that existed before may belong to another target. Another process may remove a file, and the server may lose one:
+        prompts without a file are sent again.
         """
         found: dict[Path, Recorded] = {}
         for wait in LOOKS:
@@ -138,7 +139,7 @@ class RecordingServer:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Inode and modification time, which change whenever a file is written; ``None`` without a file."""
+    """Return inode and modification time, which change with every write; ``None`` without a file."""
     try:
         found = path.stat()
     except FileNotFoundError:

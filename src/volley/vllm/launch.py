@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server: checks that it is installed, reads its command line, and makes the command that starts it."""
+"""Launch of vLLM's OpenAI server: check the installation, read its options, and build its command."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ _OURS = {
 
 
 def check_installed(tested: str) -> str:
-    """The version of the vLLM in this environment; an error without one or with one outside ``tested`` (such as "0.32")."""
+    """Return the installed vLLM's version. Raises an error without vLLM or for a version outside ``tested`` (such as "0.32")."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"vLLM is not installed in this environment; install it with {INSTALL}")
     names = _distributions()
@@ -30,7 +30,7 @@ def check_installed(tested: str) -> str:
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM in this environment runs on CPUs: it goes by another name, or has a version of its own."""
+    """Return whether the installed vLLM runs on CPUs; this build has another name or its own version."""
     return any("cpu" in f"{name} {importlib.metadata.version(name)}" for name in _distributions())
 
 
@@ -39,7 +39,7 @@ def _distributions() -> Sequence[str]:
 
 
 def split_target(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The target, where the arguments begin with one, and vLLM's own options; those that volley sets are refused."""
+    """Return the target, if the arguments begin with one, and vLLM's own options. Options that volley sets are refused."""
     rest = list(args)
     target = rest.pop(0) if rest and not rest[0].startswith("-") else None
     for argument in rest:
@@ -50,7 +50,7 @@ def split_target(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def option(args: Sequence[str], *names: str) -> str | None:
-    """The last value of an option in vLLM's arguments, as ``--name value`` or ``--name=value``; dashes and underscores alike."""
+    """Return the last value of an option, given as ``--name value`` or ``--name=value`` with dashes or underscores."""
     found = None
     for index, argument in enumerate(args):
         name, equals, value = argument.partition("=")
@@ -60,7 +60,7 @@ def option(args: Sequence[str], *names: str) -> str | None:
 
 
 def size_option(args: Sequence[str], *names: str) -> int:
-    """A number of processes in vLLM's arguments; 1 if it is not there."""
+    """Return a number of processes in vLLM's arguments; 1 by default."""
     value = option(args, *names) or "1"
     if not value.isdecimal():
         raise ConfigError(f"{names[0]} is {value!r}; it must be a number")
@@ -68,7 +68,7 @@ def size_option(args: Sequence[str], *names: str) -> int:
 
 
 def command_line(target: str, engine_args: Mapping[str, Any], args: Sequence[str]) -> list[str]:
-    """The command line of vLLM's server: ``engine_args`` (of ``vllm.LLM``), then ``args`` as they were given."""
+    """Return the command line of vLLM's server: ``engine_args`` (of ``vllm.LLM``), then ``args`` unchanged."""
     made: list[str] = []
     for name, value in engine_args.items():
         flag = f"--{name.replace('_', '-')}"

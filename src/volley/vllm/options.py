@@ -1,7 +1,7 @@
-"""The arguments that make vLLM draft with volley, and the checks of the vLLM that volley runs in.
+"""Arguments that make vLLM draft with volley, and checks of the vLLM that volley runs in.
 
-vLLM hands a proposer nothing but its own configuration, so volley's options travel in ``additional_config["volley"]``, which vLLM
-keeps for extensions.
+vLLM passes a proposer only its own configuration. volley's options therefore travel in ``additional_config["volley"]``, which
+vLLM reserves for extensions.
 """
 
 import logging
@@ -20,7 +20,7 @@ from volley.models.checkpoints.formats import drafter_folder, parse_config, read
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
 T = TypeVar("T")
-LOGGER = logging.getLogger("vllm.volley")  # below vLLM's own logger, so that its settings hold
+LOGGER = logging.getLogger("vllm.volley")  # a child of vLLM's own logger, whose settings apply
 
 
 NOT_IN_VLLM = {
@@ -31,17 +31,17 @@ NOT_IN_VLLM = {
     "draft_kv_dtype": "the drafter's K/V are kept in its own data type; leave it out",
     "exact": "vLLM computes with kernels of its own; leave it out",
 }
-"""Settings of volley's engine that its plugin does not take, and what to do instead."""
+"""Engine settings that the plugin does not support, with what to do instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PluginOptions(DraftingConfig):
-    """What ``additional_config["volley"]`` may say; names and meanings are those of :class:`volley.Engine`."""
+    """Options in ``additional_config["volley"]``, with the names and meanings of :class:`volley.Engine`."""
 
     drafter: str
-    """A folder in a format that volley loads."""
+    """Drafter's folder, in a format that volley loads."""
     greedy_only: bool = False
-    """Every request will have temperature 0: needed where vLLM's own verification is wrong for others."""
+    """Every request will have temperature 0: needed if vLLM's own verification is wrong for others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,13 +64,13 @@ class PluginOptions(DraftingConfig):
 
 
 def parse_options(cls: type[T], raw: Mapping[Any, Any], what: str) -> T:
-    """An options dataclass from a mapping that has all it needs; unknown keys are errors."""
+    """Return an options dataclass from a mapping; unknown keys are errors."""
     check_keys(what, raw, [field.name for field in fields(cls)])  # type: ignore[arg-type]
     return cls(**raw)
 
 
 def block_drafter(folder: Path) -> DrafterConfig:
-    """The config of the drafter in ``folder``; one that is no block drafter is refused."""
+    """Return the config of the drafter in ``folder``. Raises an error unless it is a block drafter."""
     config = parse_config(read_raw(folder))
     if config.eagle is not None:
         raise UnsupportedModelError(
@@ -84,9 +84,10 @@ def block_drafter(folder: Path) -> DrafterConfig:
 def engine_args(
     options: PluginOptions, *, eager: bool = True, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """Arguments for ``vllm.LLM`` (and, with dashes, its server) that draft with ``options.drafter``.
+    """Return arguments for ``vllm.LLM`` (and, with dashes, its server) that draft with ``options.drafter``.
 
-    Where vLLM does not let a proposer work, these are its built-in ``dflash`` with the drafter's whole block; the log says why.
+    If vLLM does not support a custom proposer, these select its built-in ``dflash`` with the drafter's whole block; the log says
+    why.
     """
     config = block_drafter(drafter_folder(Path(options.drafter)))
     slots = config.block_size - 1
@@ -112,9 +113,9 @@ def engine_args(
 
 
 def check_engine(config: Any, version: str, split: bool = False) -> None:
-    """Refuse a vLLM that this proposer was not tested with, or whose configuration keeps it from seeing the target.
+    """Refuse a vLLM that this proposer was not tested with, or whose configuration hides the target from it.
 
-    ``split``: the proposer can do with a target whose weights are split over processes.
+    ``split``: the proposer supports a target whose weights are split over processes.
     """
     if not _is_tested(version):
         raise UnsupportedModelError(
@@ -143,7 +144,7 @@ def check_sampler(device: Any) -> None:
     """Refuse a vLLM that verifies drafts at temperatures other than the requests'.
 
     vLLM 0.32's CPU build spreads each request's temperature, top-k and top-p over its draft tokens with a kernel that writes
-    integers elsewhere: what is read is memory as it was found, whatever the method of drafting.
+    integers to another address. Verification then reads uninitialised memory with every drafting method.
     """
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
@@ -154,17 +155,17 @@ def check_sampler(device: Any) -> None:
 
 
 def wrong_sampler() -> UnsupportedModelError:
-    """The error for a vLLM that verifies drafts wrongly."""
+    """Return the error for a vLLM that verifies drafts wrongly."""
     return UnsupportedModelError(
-        "this build of vLLM verifies drafts at wrong temperatures, whoever drafts (0.32 does so on CPUs): sampled answers "
-        "would not have the target's distribution. If all requests have temperature 0, say so with "
+        "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs): "
+        "sampled answers would not have the target's distribution. If all requests have temperature 0, say so with "
         "`volley serve --engine vllm --greedy-only`, in vLLM's words "
         """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
     )
 
 
 def register() -> None:
-    """vLLM's general plug-in: says at start-up, in each process, whether this vLLM is one the proposer was tested with."""
+    """Log at the start of each vLLM process whether this vLLM was tested with the proposer (vLLM's general plug-in)."""
     import vllm
 
     if _is_tested(vllm.__version__):

@@ -1,4 +1,4 @@
-"""Between vLLM's passes and a policy: what is drafted after one pass is verified in the next."""
+"""Connection of vLLM's passes to a policy: drafts made after one pass are verified in the next."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -9,14 +9,14 @@ from volley.policies.cost import Costs, Measure
 from volley.policies.pacing import trim
 from volley.vllm.drafting import SlotRequest
 
-_LESSON = 8  # passes that are timed before a policy that weighs costs is asked
+_LESSON = 8  # passes timed before a cost-weighing policy decides
 
 
 class PassPacing:
-    """Asks the policy how much to draft and to verify, and reports the result to it.
+    """Ask the policy how much to draft and verify, and report the result to it.
 
-    A policy that weighs costs needs the seconds of passes. Those of vLLM cannot be rehearsed, so the first few passes have whole
-    blocks. The time by which they exceed the estimate ``measure_target`` is vLLM's own, and the same for every pass.
+    A policy that weighs costs needs pass times. vLLM's passes cannot be measured in advance, so the first few draft whole blocks.
+    The time above the estimate of ``measure_target`` is vLLM's overhead, assumed equal for every pass.
     """
 
     def __init__(self, policy: Policy, largest: int, measure_draft: Measure, measure_target: Measure) -> None:
@@ -26,21 +26,21 @@ class PassPacing:
         self._overheads: list[float] = []
         self._asked: list[tuple[Work[SlotRequest], Cycle]] = []
         self.known: set[int] = set()
-        """Requests that the policy has been asked about and that have not ended."""
+        """Requests known to the policy that have not ended."""
 
     @property
     def is_learning(self) -> bool:
         return self.policy.uses_costs and len(self._overheads) < _LESSON
 
     def timed(self, tokens: int, requests: int, seconds: float) -> None:
-        """A pass over ``tokens`` of ``requests``, all decoding, took ``seconds`` without drafting."""
+        """Record that a pass over ``tokens`` of ``requests``, all decoding, took ``seconds`` without drafting."""
         if self.is_learning:
             self._overheads.append(seconds - self._estimate(tokens, requests))
         else:
             self.costs.target.observe(tokens, requests, seconds)
 
     def decide(self, requests: Sequence[SlotRequest], limits: Sequence[int]) -> list[Work[SlotRequest]]:
-        """What each request drafts, within its limit."""
+        """Return what each request drafts, within its limit."""
         most = self.policy.block_size - 1
         views = [
             View(request.request_id, Rule.GREEDY, min(limit, most), min(limit, most), max_nodes=0)
@@ -51,12 +51,12 @@ class PassPacing:
         return [Work(request, ask) for request, ask in zip(requests, asks, strict=True)]
 
     def trim(self, works: Sequence[Work[SlotRequest]]) -> None:
-        """Cut the proposals to what the policy wants verified."""
+        """Cut the proposals to the length that the policy wants verified."""
         if not self.is_learning:
             self._asked = list(zip(works, trim(self.policy, works), strict=True))
 
     def judge(self, judged: Mapping[int, tuple[int, int]]) -> None:
-        """``judged`` has the numbers of verified and accepted draft tokens of each request that goes on."""
+        """Report to the policy the numbers of verified and accepted draft tokens of each continuing request."""
         asked, self._asked = self._asked, []
         for work, cycle in asked:
             verified, accepted = judged.get(cycle.request_id, (0, 0))

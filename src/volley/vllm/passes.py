@@ -1,7 +1,7 @@
-"""One pass of vLLM's target: the features of every token, and the slots where vLLM keeps its K/V.
+"""View of one pass of vLLM's target: the features of every token, and the slots that hold its K/V.
 
-Forward hooks tap the features. vLLM does not name requests to a proposer. They are told apart by what its attention back ends
-read in the forward context: ``block_table``, ``query_start_loc`` and ``seq_lens``, with a row for each request of the batch.
+Forward hooks tap the features. vLLM does not name requests to a proposer. They are identified by the metadata of its attention
+back ends in the forward context: ``block_table``, ``query_start_loc`` and ``seq_lens``, with one row per request.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from volley.errors import MismatchError, UnsupportedModelError
 
 FINAL = -2
-"""Key of the final normed states among :attr:`TargetPass.states`; -1 is the embedding wherever layers are numbered."""
+"""Key of the final normed states in :attr:`TargetPass.states`; -1 is the embedding."""
 
 IntArray = NDArray[np.int64]
 Tokens = NDArray[np.int32]
@@ -24,7 +24,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(slots=True)
 class TargetPass:
-    """A pass over T tokens of R requests, laid end to end."""
+    """Pass over T tokens of R requests, concatenated."""
 
     starts: IntArray
     """Position of each request's first token of the pass ``[R]``."""
@@ -34,7 +34,7 @@ class TargetPass:
     """vLLM's blocks of each request ``[R, most]``."""
     block_size: int
     num_slots: int
-    """All slots that vLLM has."""
+    """Total number of vLLM's slots."""
     token_ids: Tensor | None
     states: dict[int, Tensor] = field(default_factory=dict)
 
@@ -44,11 +44,11 @@ class TargetPass:
 
     @property
     def ends(self) -> IntArray:
-        """Position after each request's last token of the pass ``[R]``."""
+        """Return the position after each request's last token of the pass ``[R]``."""
         return self.starts + self.lengths
 
     def slots(self, row: int, start: int, end: int) -> IntArray:
-        """The slots of positions ``[start, end)`` of the request in ``row``."""
+        """Return the slots of positions ``[start, end)`` of the request in ``row``."""
         positions = np.arange(start, end)
         found = self.blocks[row, positions // self.block_size].astype(np.int64) * self.block_size
         return np.asarray(found + positions % self.block_size)
@@ -57,7 +57,7 @@ class TargetPass:
         return int(self.slots(row, position, position + 1)[0])
 
     def span(self, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Rows, positions and slots of the tokens of this pass that lie before position ``ends [R]`` of their requests."""
+        """Return rows, positions and slots of this pass's tokens before position ``ends [R]`` of their requests."""
         rows, positions, slots = [], [], []
         for row, (start, end) in enumerate(zip(self.starts.tolist(), ends.tolist(), strict=True)):
             rows.append(int(self.offsets[row]) + np.arange(end - start))
@@ -66,12 +66,12 @@ class TargetPass:
         return np.concatenate(rows), np.concatenate(positions), np.concatenate(slots)
 
     def features(self, layer_ids: Sequence[int]) -> Tensor:
-        """``[T, taps · H]``."""
+        """Return the features ``[T, taps · H]``."""
         return torch.cat([self.states[index][: int(self.offsets[-1])] for index in layer_ids], dim=-1)
 
 
 class PassTaps:
-    """Keeps the last pass until it is taken; hands it to ``skipped`` if the next one begins before that."""
+    """Hooks that keep the last pass until it is taken, and pass it to ``skipped`` if the next one begins earlier."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PassTaps:
             final_norm(model).register_forward_hook(self._keep_final)
 
     def take(self) -> TargetPass | None:
-        """The last pass; ``None`` if there was none or its layers did not call the hooks."""
+        """Return the last pass; ``None`` if there was none or its layers did not call the hooks."""
         found, self._pass = self._pass, None
         return found if found is not None and found.states.keys() == self._wanted else None
 
@@ -110,7 +110,7 @@ class PassTaps:
     def _keeper(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             if self._pass is not None:
-                # vLLM adds a layer's residual in the next layer, in place: their sum, now, is what others call its output.
+                # vLLM adds a layer's residual in place in the next layer. Their sum here is the layer's output elsewhere.
                 self._pass.states[index] = output[0] + output[1] if isinstance(output, tuple) else output.clone()
 
         return keep
@@ -127,7 +127,7 @@ def _decoder(model: nn.Module) -> Any:
 
 
 def final_norm(model: nn.Module) -> nn.Module:
-    """The norm after the last layer: it gives what the head reads, alone or with the residual."""
+    """Return the norm after the last layer, whose output, alone or with the residual, the head reads."""
     norm = getattr(_decoder(model), "norm", None)
     if not isinstance(norm, nn.Module):
         raise UnsupportedModelError(
@@ -137,7 +137,7 @@ def final_norm(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The decoder layers of one of vLLM's causal LMs."""
+    """Return the decoder layers of one of vLLM's causal LMs."""
     layers = getattr(_decoder(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
@@ -147,7 +147,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | None:
-    """The pass that vLLM has just begun; ``None`` for the made-up ones it warms up with."""
+    """Return the pass that vLLM has just begun; ``None`` for a dummy pass of its warm-up."""
     from vllm.forward_context import get_forward_context
 
     context = get_forward_context()
@@ -157,7 +157,7 @@ def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | Non
     slot_mapping, offsets = found.slot_mapping.cpu().numpy(), found.query_start_loc.cpu().numpy().astype(np.int64)
     starts = found.seq_lens.cpu().numpy().astype(np.int64)[: len(offsets) - 1] - np.diff(offsets)
     num_slots = layer.kv_cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
-    blocks = found.block_table.cpu().numpy().copy()  # vLLM writes the next pass into the same buffers
+    blocks = found.block_table.cpu().numpy().copy()  # vLLM reuses these buffers in the next pass
     token_ids = None if token_ids is None else token_ids.clone()
     target_pass = TargetPass(starts, offsets, blocks, block_size, num_slots, token_ids)
     if target_pass.slot(0, int(starts[0])) != slot_mapping[0]:
@@ -169,7 +169,7 @@ def _current_pass(token_ids: Tensor | None, block_size: int) -> TargetPass | Non
 
 
 def _whole_attention(context: Any) -> tuple[Any, Any]:
-    """A layer that sees, and keeps, every position, if there is one, and its metadata."""
+    """Return a layer that attends to all positions and its metadata, if there is one."""
     if not isinstance(context.attn_metadata, dict):
         raise UnsupportedModelError("volley's proposer cannot follow microbatches; switch them off (no --enable-dbo)")
     wanted = ("block_table", "query_start_loc", "seq_lens", "slot_mapping")

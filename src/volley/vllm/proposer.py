@@ -1,8 +1,9 @@
-"""The proposer: vLLM makes one, gives it the target, and after every pass asks it for drafts to verify in the next.
+"""Proposer for vLLM, which creates it, gives it the target, and after every pass asks it for drafts to verify in the next.
 
-vLLM verifies. It gets draft tokens without probabilities and treats each as a point mass: it accepts token d with the target's
-probability of d, and otherwise draws from the target's distribution without d. That is lossless for any draft of any length,
-because drafts are chosen before the target draws. Drafts are the drafter's likeliest tokens, which this rule accepts most often.
+vLLM verifies. It receives draft tokens without probabilities and treats each as a point mass: it accepts token d with the
+target's probability of d, and otherwise samples from the target's distribution without d. That is lossless for any draft of any
+length, because drafts are chosen before the target samples. Drafts are the drafter's likeliest tokens, which this rule accepts
+most often.
 """
 
 import time
@@ -26,7 +27,8 @@ from volley.vllm.passes import FINAL, IntArray, PassTaps, TargetPass, Tokens, de
 
 
 class PluginProposer:
-    """``speculative_config={"method": "custom_class", "model": "volley.vllm.Proposer", "num_speculative_tokens": K}``."""
+    """Proposer for ``speculative_config={"method": "custom_class", "model": "volley.vllm.Proposer", "num_speculative_tokens":
+    K}``."""
 
     def __init__(self, vllm_config: Any) -> None:
         import vllm
@@ -37,7 +39,7 @@ class PluginProposer:
         if not self.options.greedy_only:
             check_sampler(vllm_config.device_config.device)
         self._max_length: int = vllm_config.model_config.max_model_len
-        self.request_at: dict[int, int] = {}  # last slot that each request's last pass filled → the request
+        self.request_at: dict[int, int] = {}  # last slot filled by each request's last pass → the request
         self._request_ids = count()
         self._ended = 0.0
         self._warned = False
@@ -85,7 +87,7 @@ class PluginProposer:
         token_ids_cpu: Tokens,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Draft tokens for every row of the batch; vLLM calls it with the tokens that the last pass has sampled."""
+        """Draft tokens for every row of the batch. vLLM passes the tokens that the last pass sampled."""
         started = time.perf_counter()
         done = self.taps.take()
         if done is None:
@@ -103,15 +105,15 @@ class PluginProposer:
     def _follow(
         self, done: TargetPass, sampled: Sequence[Sequence[int]], lengths: Sequence[int], now: float
     ) -> dict[int, int]:
-        """The request of each decoding row, by the last slot that was filled before this pass; reports verdicts to the policy.
+        """Return the request of each decoding row by the last slot filled before this pass, and report verdicts to the policy.
 
-        A request shares the block that it writes to with nobody, so that slot identifies it. A request that sat out a pass gets a
-        new number: the policy forgets it, and nothing else is lost.
+        A request does not share the block it writes to, so that slot identifies it. A request that missed a pass gets a new
+        number: only the policy's knowledge of it is lost.
         """
         before, after, judged, ids, fresh = self.request_at, {}, {}, {}, {}
         for row, tokens in enumerate(sampled):
             if not tokens:
-                continue  # more of its prompt is to be read
+                continue  # its prompt continues in a later pass
             start, known = int(done.starts[row]), lengths[row] - 1
             request_id = before.get(done.slot(row, start - 1)) if start else None
             if request_id is None:
@@ -124,13 +126,13 @@ class PluginProposer:
         self.pacing.judge(judged)
         if fresh and self.policy.uses_prefill:
             self._show_prompts(done, fresh)
-        if len(judged) == len(sampled):  # no prompt was in the pass
+        if len(judged) == len(sampled):  # the pass read no prompt
             self.pacing.timed(int(done.offsets[-1]), len(sampled), now - self._ended)
         return ids
 
     @torch.inference_mode()
     def _show_prompts(self, done: TargetPass, fresh: dict[int, int]) -> None:
-        """Show the policy the end of each prompt that was read in this pass. All requests are taken for greedy."""
+        """Show the policy the end of each prompt read in this pass. All requests count as greedy."""
         last = torch.from_numpy(done.offsets[[row + 1 for row in fresh]] - 1).to(done.states[FINAL].device)
         logits = self._compute_logits(done.states[FINAL][last])
         hidden = done.features(self.drafter.config.target_layer_ids)[last]
@@ -138,8 +140,8 @@ class PluginProposer:
             self.policy.prefilled(request_id, 0.0, *shown)
 
     def _inject(self, done: TargetPass, lengths: Sequence[int], token_ids: Tokens) -> None:
-        """Inject the features of positions that stay: known tokens and accepted draft tokens."""
-        last = np.array(lengths, dtype=np.int64) - 1  # the target has not computed the last token
+        """Inject the features of final positions: known tokens and accepted draft tokens."""
+        last = np.array(lengths, dtype=np.int64) - 1  # the target has not processed the last token
         ends = np.minimum(done.ends, last)
         spans = zip(done.starts.tolist(), ends.tolist(), strict=True)
         tokens = [token_ids[row, start:end] for row, (start, end) in enumerate(spans)]
@@ -154,7 +156,7 @@ class PluginProposer:
 
     @torch.inference_mode()
     def _inject_unread(self, done: TargetPass) -> None:
-        """Inject a pass after which vLLM asked for no drafts. Rejected tokens are overwritten before they are read."""
+        """Inject a pass after which vLLM requested no drafts. Rejected tokens are overwritten before they are read."""
         if done.token_ids is not None:
             token_ids = done.token_ids[: int(done.offsets[-1])].cpu().numpy()
             self._inject_until(done, done.ends, token_ids)
@@ -188,7 +190,7 @@ class PluginProposer:
         return self.slots.proposer.seconds(tokens, requests)
 
     def _target_seconds(self, tokens: int, requests: int) -> float:
-        """An estimate: a drafter's layers are about as large as its target's."""
+        """Estimate the seconds of a target pass, assuming that the target's layers are about as large as the drafter's."""
         layers, head = self.slots.proposer.timed_parts(tokens, requests)
         return layers * self._num_layers / self.drafter.config.num_hidden_layers + head
 

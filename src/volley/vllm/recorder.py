@@ -1,6 +1,6 @@
-"""The recorder: a proposer that drafts nothing, and writes the outputs of the target's layers for each prompt to files.
+"""Recorder: a proposer that drafts nothing and writes the outputs of the target's layers for each prompt to files.
 
-``volley train --feature-server`` sends its documents to such a server as prompts and trains on what it finds.
+``volley train --feature-server`` sends its documents to such a server as prompts and trains on the recorded features.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ RECORDER = "volley.vllm.Recorder"
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """What ``additional_config["volley"]`` may say to the recorder."""
+    """Options of the recorder in ``additional_config["volley"]``."""
 
     record: str
-    """Folder that the files go to."""
+    """Folder of the recorded files."""
     taps: tuple[int, ...]
     """Target layers whose outputs are recorded, 0-based."""
     final: bool = False
-    """Whether the normed states before the head are recorded too, for losses against the target's distributions."""
+    """True to record the normed states before the head too, for losses against the target's distributions."""
 
     def __post_init__(self) -> None:
         taps: Any = self.taps
@@ -53,7 +53,7 @@ class RecordOptions:
 
 
 def recorder_args(options: RecordOptions) -> dict[str, Any]:
-    """Arguments for ``vllm.LLM`` (and, with dashes, its server) that record."""
+    """Return arguments for ``vllm.LLM`` (and, with dashes, its server) that record."""
     return {
         "speculative_config": {"method": "custom_class", "model": RECORDER, "num_speculative_tokens": 1},
         "additional_config": {"volley": asdict(options)},
@@ -64,14 +64,15 @@ def recorder_args(options: RecordOptions) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Beginning:
-    """The part of a prompt that has been read, in pieces: tokens, and ``states [t, (taps + final) · H]``, of each piece."""
+    """Part of a prompt that has been read, in pieces: tokens, and ``states [t, (taps + final) · H]``, of each piece."""
 
     token_ids: list[Tokens] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
 
 
 class Recorder:
-    """``speculative_config={"method": "custom_class", "model": "volley.vllm.Recorder", "num_speculative_tokens": 1}``."""
+    """Proposer for ``speculative_config={"method": "custom_class", "model": "volley.vllm.Recorder", "num_speculative_tokens":
+    1}``."""
 
     def __init__(self, vllm_config: Any) -> None:
         import vllm
@@ -89,7 +90,7 @@ class Recorder:
         self._warned = False
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Tap the target. If several processes share its layers, all see whole outputs, and the first one records them."""
+        """Tap the target. If several processes share its layers, all see complete outputs, and the first one records them."""
         from vllm.distributed import get_tensor_model_parallel_rank
 
         options = self.options
@@ -109,7 +110,7 @@ class Recorder:
         token_ids_cpu: Tokens,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """No drafts; prompts whose last token was in the pass just ended are written."""
+        """Return no drafts, and write the prompts whose last token was in the pass just ended."""
         done = self.passes.take() if self._writes else None
         if done is not None:
             for row, beginning in self._read(done, token_ids_cpu):
@@ -123,11 +124,11 @@ class Recorder:
         return [[] for _ in sampled_token_ids]
 
     def _read(self, done: TargetPass, token_ids: Tokens) -> Iterator[tuple[int, _Beginning]]:
-        """The rows of a pass that read a prompt, and what has been read of each.
+        """Yield the rows of a pass that read a prompt, and the part of each that has been read.
 
-        Requests have no names: a prompt goes on where a row starts right after the last slot of a beginning. A slot that is
-        written again was freed, and what ended there will not go on. vLLM does not show passes in which some request is at the
-        model's last position; prompts that were in one are not recorded.
+        Requests have no names: a prompt continues in the row that starts right after the last slot of a beginning. A slot that is
+        written again was freed, and the beginning that ended there is dropped. vLLM hides passes in which some request is at the
+        model's last position; prompts in such a pass are not recorded.
         """
         found: dict[int, _Beginning] = {}
         for row, start in enumerate(done.starts.tolist()):
@@ -146,7 +147,7 @@ class Recorder:
             yield row, beginning
 
     def _write(self, beginning: _Beginning, token_ids: Tokens) -> None:
-        """Features depend on nothing but the tokens so far: pieces that spell the prompt are the prompt's."""
+        """Write a prompt's features. They depend only on the tokens so far, so pieces that spell the prompt belong to it."""
         if np.array_equal(np.concatenate(beginning.token_ids), token_ids):
             states = torch.cat(beginning.states)
             width = states.shape[1] * len(self.options.taps) // (len(self.options.taps) + self.options.final)

@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA devices; each has its reference in PyTorch. Importing this package does not import Triton."""
+"""Provide Triton kernels for CUDA devices; each has its reference in PyTorch. Importing this package does not import Triton."""
 
 import importlib.util
 
@@ -10,17 +10,12 @@ from volley.memory.native_attention import native_attention
 
 
 def usable(device: torch.device) -> bool:
-    """Whether kernels can run on ``device``."""
+    """Return True if kernels can run on ``device``."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def multiplies_float8(device: torch.device) -> bool:
-    """Whether ``device`` has products with weights in e4m3: kernels run there, and it multiplies bf16 (Ampere and later)."""
-    return usable(device) and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def attention_for(device: torch.device) -> Attention:
-    """The fastest attention on ``device``."""
+    """Return the fastest attention on ``device``."""
     if usable(device):
         from volley.memory.kernels.attention import ragged_attention
 

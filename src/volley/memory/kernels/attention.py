@@ -1,9 +1,9 @@
-"""Ragged paged attention in Triton: every segment through its own pages, be it causal, bidirectional or a tree.
+"""Compute ragged paged attention in Triton: every segment through its own pages, be it causal, bidirectional or a tree.
 
-Reference: ``memory.attention.reference_attention``. One program attends a tile of tokens of one segment, for all heads
-that share keys. Keys are divided into parts at fixed positions, and the results of the parts are joined in their order:
-by the program itself, or by a second kernel if each part has a program of its own. A token's result is therefore the
-same to the bit in whatever batch it is, alone or in a block.
+The reference is ``memory.attention.reference_attention``. One program attends a tile of tokens of one segment, for all heads
+that share keys. Keys are divided into parts at fixed positions, and the results of the parts are joined in order: by the
+program itself, or by a second kernel if each part has a separate program. A token's result is therefore batch-invariant, bit
+for bit.
 """
 
 from typing import NamedTuple
@@ -22,24 +22,26 @@ from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.tiles import PART, TiledBatch, Tiling, tiled_batch
 
 _BIDIRECTIONAL, _CAUSAL, _TREE = (tl.constexpr(kind) for kind in (tiles.BIDIRECTIONAL, tiles.CAUSAL, tiles.TREE))
-_MOST_PARTIAL_BYTES = 2**28  # of the results of all parts, where each has a program of its own
+_MOST_PARTIAL_BYTES = 2**28  # bytes of the results of all parts, if each part has a separate program
 
 
 class TileShape(NamedTuple):
-    """What a program holds at once."""
+    """Amount of data that a program holds at once."""
 
     rows: int
-    """Tokens times the heads that share keys."""
+    """Number of tokens times the heads that share keys."""
     keys: int
     warps: int
     stages: int = 3
-    """Of the loop over keys, whose loads run ahead."""
+    """Pipeline stages of the loop over keys, whose loads run ahead."""
 
 
 def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
-    """For ``groups`` heads of size ``dim`` that share keys: no register is spilled, and sm_86's 99 KiB of shared memory suffice.
+    """Return the tile for ``groups`` heads of size ``dim`` that share keys: it spills no register, and fits sm_86's 99 KiB of
+    shared memory.
 
-    ``benchmarks/kernel_resources.py`` tells. Nothing else has a say, because tiles of another shape may round differently.
+    ``benchmarks/kernel_resources.py`` prints both. The shape depends on nothing else, because tiles of another shape may round
+    differently.
     """
     if dtype.itemsize > 2 or dim > 256:
         shape = TileShape(16, 32, 4) if 64 < dim <= 128 else TileShape(16, 16, 8)
@@ -50,7 +52,7 @@ def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
 
 @triton.jit
 def _join(best, total, mixed, part_best, part_total, part_mixed):
-    """The softmax over what was seen so far and one part more. A part without a visible key changes no bit."""
+    """Join the softmax so far with that of one more part. A part without a visible key changes no bit."""
     higher = tl.maximum(best, part_best)
     anchor = tl.where(higher == -float("inf"), 0.0, higher)
     old, new = tl.exp(best - anchor), tl.exp(part_best - anchor)
@@ -91,7 +93,8 @@ def _attention_kernel(
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Row r of a tile is token ``first + r // GROUPS`` of the segment, head ``r % GROUPS`` of those that share keys.
+    """Attend one tile: its row r is token ``first + r // GROUPS`` of the segment, head ``r % GROUPS`` of those that share
+    keys.
 
     PARTED: this program attends to one part of the keys, and ``_join_kernel`` finishes; else to all.
     """
@@ -206,7 +209,7 @@ def _join_kernel(
     BLOCK_DIM: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Joins the parts of one token and head."""
+    """Join the parts of one token and head."""
     row = tl.program_id(0).to(tl.int64)
     only = tl.arange(0, 1)
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -236,10 +239,10 @@ def ragged_attention(
     options: AttentionOptions,
     parted: bool | None = None,
 ) -> Tensor:
-    """Same contract as ``reference_attention``; a quantised store is left to ``paged_attention``.
+    """Compute ``reference_attention``; a quantised store is passed on to ``paged_attention``.
 
-    ``parted`` gives each part of the keys a program of its own, which changes the speed alone; ``None``: where the tiles do not
-    fill the processors.
+    ``parted`` gives each part of the keys a separate program, which changes only the speed; ``None``: if the tiles do not fill
+    the processors.
     """
     if not isinstance(store, DenseKVStore):
         return paged_attention(batch, store, layer, queries, keys, values, options)
@@ -309,6 +312,6 @@ def attend(
 
 
 def worth_parting(tiled: TiledBatch, kv_heads: int, part_bytes: int, device: torch.device) -> bool:
-    """Whether the tiles alone leave processors idle, and the results of the parts, ``part_bytes`` each, fit in memory."""
+    """Return True if the tiles alone leave processors idle, and the results of the parts, ``part_bytes`` each, fit in memory."""
     leaves_idle = launching.leaves_idle(len(tiled.tiles) * kv_heads, device)
     return tiled.num_parts > 1 and leaves_idle and tiled.num_parts * part_bytes <= _MOST_PARTIAL_BYTES

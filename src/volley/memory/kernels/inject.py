@@ -1,6 +1,6 @@
-"""What follows the product of a K/V injection, in one launch: key norm, rotation, and the scatter into the pool.
+"""Finish a K/V injection after its matmul, in one launch: key norm, rotation, and the scatter into the pool.
 
-Reference: ``models.inject.Injection.keys_values`` and ``DenseKVStore.write_layers``.
+The references are ``models.inject.Injection.keys_values`` and ``DenseKVStore.write_layers``.
 """
 
 import torch
@@ -29,7 +29,7 @@ def _inject_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """One program a token and layer; a head is held as its two halves, which the rotation mixes."""
+    """Finish one token and layer; a head is held as its two halves, which the rotation mixes."""
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]

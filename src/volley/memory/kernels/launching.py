@@ -1,4 +1,4 @@
-"""How a Triton kernel is started, on the device that holds its tensors, and how many operations are started at once."""
+"""Launch Triton kernels on the device that holds their tensors, and capture many operations as one launch."""
 
 import warnings
 from collections.abc import Callable
@@ -12,16 +12,16 @@ import torch
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run ``kernel`` with a program for every place of ``grid``. Triton itself would start it on the current device."""
+    """Run ``kernel`` with a program for every point of ``grid``. Triton itself would launch it on the current device."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants)
 
 
 def capture(run: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """``run`` as one launch: a CUDA graph of the operations that it starts, on the memory that they read and write now.
+    """Capture ``run`` as one launch: a CUDA graph of its operations, on the memory that they read and write now.
 
-    It runs twice before, which compiles kernels. On a CPU it is ``run`` itself. ``None``, with a warning, where a driver or a
-    library refuses the capture, or memory is short.
+    It runs twice before, which compiles kernels. On a CPU the result is ``run`` itself. The result is ``None``, with a
+    warning, if a driver or a library refuses the capture, or memory is short.
     """
     if device.type != "cuda":
         return run
@@ -46,18 +46,19 @@ def capture(run: Callable[[], object], device: torch.device) -> Callable[[], obj
 
 
 def _leave(stream: Any, pool: Any) -> None:
-    """Go back to ``stream`` and to memory outside ``pool``: PyTorch stays in both where the end of a capture raises."""
+    """Return to ``stream`` and to memory outside ``pool``: PyTorch stays in both if the end of a capture raises."""
     torch.cuda.set_stream(stream)
-    with suppress(RuntimeError, AttributeError):  # it had left, or cannot capture at all
+    with suppress(RuntimeError, AttributeError):  # it had left already, or cannot capture at all
         torch._C._cuda_endAllocateToPool(stream.device_index, pool)
 
 
 SYNCHRONISED = "synchronizing CUDA operation"
-"""What PyTorch's warning of a wait says."""
+"""Text of PyTorch's warning when the host waits."""
 
 
 def waits(run: Callable[[], object], device: torch.device) -> bool:
-    """Whether the host waits for ``device`` within ``run``: only so can its operations depend on what the device computes.
+    """Return True if the host waits for ``device`` within ``run``: only then can its operations depend on what the device
+    computes.
 
     It runs once before, which compiles kernels.
     """
@@ -76,9 +77,7 @@ def waits(run: Callable[[], object], device: torch.device) -> bool:
 _CAPTURING = Lock()  # a process captures one graph at a time
 
 
-_pools: dict[
-    torch.device, tuple[Any, WeakSet[Any]]
-] = {}  # of each device, with the graphs that have their memory there
+_pools: dict[torch.device, tuple[Any, WeakSet[Any]]] = {}  # memory pool of each device, with its graphs
 
 
 @cache
@@ -87,9 +86,9 @@ def _capturing_stream(device: torch.device) -> Any:
 
 
 def _graph_memory(device: torch.device) -> tuple[Any, WeakSet[Any]]:
-    """The pool of memory between operations, which all graphs of a device share as no two run at once, and these graphs.
+    """Return the memory pool that all graphs of a device share, as no two run at once, and these graphs.
 
-    PyTorch captures nothing into a pool that has lost all of its graphs: the next one gets another.
+    PyTorch captures nothing into a pool whose graphs are all gone; the next graph gets another pool.
     """
     if device not in _pools or not _pools[device][1]:
         _pools[device] = torch.cuda.graph_pool_handle(), WeakSet()
@@ -98,10 +97,10 @@ def _graph_memory(device: torch.device) -> tuple[Any, WeakSet[Any]]:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the interpreter on a CPU."""
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter on a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def leaves_idle(num_programs: int, device: torch.device) -> bool:
-    """Whether so many programs of attention leave processors of a GPU without work."""
+    """Return True if ``num_programs`` programs of attention leave processors of a GPU idle."""
     return num_programs < 2 * num_processors(device)

@@ -1,4 +1,4 @@
-"""Exponential noise made on the device, each number from its place alone. Reference: ``decode.noise``."""
+"""Make exponential noise on the device, each number from its position and token alone. The reference is ``decode.noise``."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ BLOCK = 512  # counters of one program, four tokens each
 
 @triton.jit
 def _round(first, second, third, fourth, key, other):
-    """One round of Philox4x64."""
+    """Compute one round of Philox4x64."""
     by_first = tl.full(first.shape, 0xD2E7470EE14C6C93, tl.uint64)
     by_third = tl.full(first.shape, 0xCA5A826395121157, tl.uint64)
     high, low = tl.umulhi(first, by_first), first * by_first
@@ -25,13 +25,13 @@ def _exponential(word):
     uniform = (word >> 1).to(tl.int64).to(tl.float32) * 1.0842021724855044e-19  # 2⁻⁶³
     uniform = tl.minimum(tl.maximum(uniform, 1.0842021724855044e-19), 0.9999999403953552)
     rest = 1.0 - uniform
-    # log1p(−u) by way of log(1 − u), whose argument is rounded: what was lost there is put back by the quotient.
+    # log1p(−u) is computed from log(1 − u), whose argument is rounded; the quotient corrects that rounding.
     return tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - tl.where(rest == 1.0, 0.0, rest))))
 
 
 @triton.jit(do_not_specialize=["count"])
 def _exponentials_kernel(places, output, count, size, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and ``BLOCK`` counters."""
+    """Fill one row with the noise of ``BLOCK`` counters."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.uint64)
@@ -52,7 +52,7 @@ def _exponentials_kernel(places, output, count, size, PURPOSE: tl.constexpr, BLO
 
 
 def fill_exponentials(places: Tensor, purpose: int, size: int) -> Tensor:
-    """Unit exponentials ``[R, size]`` (fp32) of ``places [2, R]`` (int64), seeds and positions."""
+    """Return unit exponentials ``[R, size]`` (fp32) for ``places [2, R]`` (int64), seeds and positions."""
     count = places.shape[1]
     output = torch.empty(count, size, dtype=torch.float32, device=places.device)
     grid = (count, triton.cdiv(size, 4 * BLOCK))

@@ -1,4 +1,4 @@
-"""Norms, rotation and activation of a decoder layer's rows, one launch each. Reference: ``memory.rows``."""
+"""Apply norms, rotation and activation to a decoder layer's rows, one launch each. The reference is ``memory.rows``."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ _BLOCK = 1024  # values of a row that one program of the activation computes
 def _add_norm_kernel(
     states, update, weight, added, normed, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr
 ):
-    """One program a row."""
+    """Process one row."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -42,7 +42,7 @@ def _turn_kernel(
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """One program a token and head; a head is held as its two halves, which the rotation mixes."""
+    """Process one token and head; a head is held as its two halves, which the rotation mixes."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def _turn_kernel(
 
 @triton.jit
 def _gated_silu_kernel(rows, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a part of a row."""
+    """Process a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -1,4 +1,4 @@
-"""Keys and values of one layer into its pools, in one launch. Reference: ``DenseKVStore.write``."""
+"""Write keys and values of one layer into its pools, in one launch. The reference is ``DenseKVStore.write``."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ from volley.memory.kv_store import DenseKVStore
 def _write_kernel(
     keys, values, slots, key_pool, value_pool, key_stride, value_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a token, for keys or for values."""
+    """Write the keys or the values of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -185,7 +185,7 @@ class DraftModel:
 
 
 def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
-    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them, or a GPU in fp8.
+    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them.
 
     One that is loaded has bf16 weights, and drafts all tokens; ConfigError for others.
     """
@@ -203,7 +203,6 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         del checkpoint  # it holds the weights as well
         if drafter.lm_head is None and drafter.config.eagle is None and pays(head):
             assert isinstance(head, native.Product)
-            assert kind != "fp8"
             stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
             drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:

@@ -7,7 +7,7 @@ training, the page pool in serving.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -37,12 +37,12 @@ from volley.models.drafters.heads import (
 from volley.models.layers.accelerate import accelerate, release_weight, share
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
-from volley.models.layers.joined import JoinedProduct, JoinedWeights, Matrix
-from volley.models.layers.products import Float8Product, is_linear, recoded_head
+from volley.models.layers.joined import JoinedWeights
+from volley.models.layers.products import recoded_head
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.models.targets.loading import drafter_path
-from volley.native import DraftWeights, Product
+from volley.native import Product, Weights
 from volley.native.decoder import LayerShape, LayerWeights
 from volley.tensors import check_weights, save_tensors
 
@@ -154,7 +154,7 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
         self.attention_conv, self.mlp_conv = _make_convolution(config), _make_convolution(config)
 
-    def take(self, products: LayerWeights[Product] | LayerWeights[JoinedProduct]) -> None:
+    def take(self, products: LayerWeights[Product]) -> None:
         """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
@@ -260,25 +260,17 @@ class Drafter(nn.Module):
         """The layers in few operations, on a GPU once :meth:`fuse` was called."""
         self.own_head: Projection | None = None
         """The target's head in codes, or its rows of frequent tokens, if drafts come from these."""
-        self.float8: list[Float8Product] = []
-        """What it computes with instead of linear layers and the target's head, if they are in fp8."""
         self.joined_kv: JoinedKV | None = None
         """What injections use, made before the layers' weights were given up."""
         self.register_state_dict_post_hook(_read_again)  # type: ignore[no-untyped-call]
 
-    def fuse(
-        self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None, *, release: bool = False
-    ) -> None:
+    def fuse(self, weights: Weights = "bf16", head: Tensor | Product | None = None, *, release: bool = False) -> None:
         """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
 
         With codes as ``weights``, drafts come from such codes of the target's ``head [V, H]`` as well, its own where it has them.
         With ``release`` a CPU's memory does not keep the weights that products have copies of; ``joined_kv`` must have been made.
         ``state_dict`` reads them from the drafter's folder again, for an adapter or a fingerprint.
         """
-        if weights == "fp8":
-            assert not isinstance(head, Product), "a GPU's head is a tensor"
-            self._take_float8(head)
-            return
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = recoded_head(head, weights)
         layers, files = list(self._layers()), MappedFiles()
@@ -301,39 +293,15 @@ class Drafter(nn.Module):
             for part in (self.fc, self.layers, *([] if self.lm_head is None else [self.lm_head])):
                 _release(part, files)
 
-    def join(self, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of) -> None:
-        """Compute each layer in few operations, with matrices of which its own weights become views, or other products."""
+    def join(self) -> None:
+        """Compute each layer in few operations, with matrices of which its own weights become views."""
         options = AttentionOptions(self.config.head_dim**-0.5)
-        self.joined = [JoinedWeights(layer, layer_shape(layer, options), join) for layer in self._layers()]
+        self.joined = [JoinedWeights(layer, layer_shape(layer, options)) for layer in self._layers()]
 
     @property
     def _has_plain_layers(self) -> bool:
         """Whether its layers are computed as Qwen3's are: no convolutions, and inputs of one width."""
         return self.config.conv_kernel_size is None and self.config.eagle is None
-
-    def _take_float8(self, head: Tensor | None) -> None:
-        """Compute with e4m3 codes of linear layers and of the target's ``head [V, H]``, but not in a sequential head.
-
-        The layers' own weights move to the CPU, where adapters and fingerprints read them.
-        """
-
-        def make(layers: Sequence[nn.Linear]) -> Float8Product:
-            self.float8.append(Float8Product.of(layers))
-            return self.float8[-1]
-
-        if head is not None and self.lm_head is None:
-            self.own_head = Float8Product(head)
-            self.float8.append(self.own_head)
-        if self._has_plain_layers:
-            self.join(make)
-            for layer, joined in zip(self._layers(), self.joined, strict=True):
-                layer.take(joined.weights)
-        for name, module in self.named_modules():
-            if not isinstance(module, nn.Linear) or name.startswith(("head.", "confidence_head.")):
-                continue
-            if is_linear(module):
-                module.forward = make([module])  # type: ignore[method-assign, assignment]
-            module.weight = nn.Parameter(module.weight.cpu(), requires_grad=False)
 
     @property
     def drafted(self) -> Tensor | None:

@@ -31,7 +31,7 @@ _DTYPES: dict[str, Any] = {
 _DAMAGE = (struct.error, ValueError, OverflowError)  # what reading behind the end, or numbers without a meaning, raise
 
 
-class Strings(NamedTuple):
+class StringArray(NamedTuple):
     """Place of an array of strings; there may be hundreds of thousands, which few ask for."""
 
     begin: int
@@ -60,7 +60,7 @@ class Header(NamedTuple):
 
     metadata: Mapping[str, Any]
     """Without arrays of strings."""
-    strings: Mapping[str, Strings]
+    strings: Mapping[str, StringArray]
     tensors: Mapping[str, TensorPlace]
 
 
@@ -82,7 +82,7 @@ def read_header(path: Path) -> Header:
             raise _damaged(path, error) from None
 
 
-def read_strings(path: Path, data: Any, strings: Strings) -> list[str]:
+def read_strings(path: Path, data: Any, strings: StringArray) -> list[str]:
     """The strings of an array in the bytes ``data`` of the file ``path``."""
     found, place, count = list[str](), strings.begin, _COUNT.unpack_from
     try:
@@ -123,7 +123,7 @@ class _Reader:
         tensors = {name: self._tensor(name, sizes, kind, begin + offset) for name, sizes, kind, offset in infos}
         if len(tensors) < num_tensors:
             raise ValueError("two tensors have one name")
-        strings = {name: value for name, value in metadata.items() if isinstance(value, Strings)}
+        strings = {name: value for name, value in metadata.items() if isinstance(value, StringArray)}
         return Header({name: value for name, value in metadata.items() if name not in strings}, strings, tensors)
 
     def _check_version(self) -> None:
@@ -156,7 +156,7 @@ class _Reader:
     def _string(self) -> str:
         return str(self._take(f"{self._take('Q')[0]}s")[0], "utf-8")
 
-    def _skip_strings(self, count: int) -> Strings:
+    def _skip_strings(self, count: int) -> StringArray:
         begin = place = self._place
         data, size = self._data, _COUNT.unpack_from
         for _ in range(count):
@@ -164,7 +164,7 @@ class _Reader:
         if place > len(data):
             raise ValueError("it ends within its strings")
         self._place = place
-        return Strings(begin, count)
+        return StringArray(begin, count)
 
     def _tensor(self, name: str, sizes: tuple[int, ...], number: int, offset: int) -> TensorPlace:
         try:

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from volley import native
 from volley.memory import kernels
-from volley.models.layers.embeddings import Lookup, scale_of
+from volley.models.layers.embeddings import EmbeddingLookup, scale_of
 from volley.models.layers.experts import group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
-    Float8Product,
     Product,
     codes_of,
     has_bf16_products,
@@ -162,7 +161,7 @@ def _replace_embedding(model: nn.Module, weights: Weights, files: MappedFiles | 
     if not native.fits(embedding.weight, "int8", inputs_of(stored)):
         return set()
     rows = StackedRows([embedding.weight], files)
-    embedding.forward = Lookup(native.Product(rows, None, "int8", stored), scale)  # type: ignore[assignment]
+    embedding.forward = EmbeddingLookup(native.Product(rows, None, "int8", stored), scale)  # type: ignore[assignment]
     release_weight(embedding, files)
     return {embedding}
 
@@ -174,13 +173,8 @@ def _is_plain(layer: object) -> bool:
 def weight_bytes(model: nn.Module) -> int:
     """Memory of a model's weights, of those included that replaced layers hold.
 
-    A drafter's may be there twice; beside codes in fp8, which are counted, its own are not, as they lie in the CPU's memory.
+    A drafter's may be there twice.
     """
-    coded: list[Float8Product] = getattr(model, "float8", [])
-    if coded:
-        device = model.get_parameter("norm.weight").device
-        held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
-        return held + sum(product.nbytes for product in coded)
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     return held + sum(product.nbytes for product in _products(model))
 
@@ -194,7 +188,7 @@ def _products(model: nn.Module) -> set[native.Product]:
             found.update(forward.weights.products)
         else:
             owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
-            owner = owner.product if isinstance(owner, Lookup) else owner
+            owner = owner.product if isinstance(owner, EmbeddingLookup) else owner
             found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
@@ -262,7 +256,7 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
         return
     for embedding, scale in scales:
         assert isinstance(product, native.Product)
-        embedding.forward = Lookup(product, scale)
+        embedding.forward = EmbeddingLookup(product, scale)
     for module in (layer, *tied):
         release_weight(module, files)
 

@@ -28,7 +28,7 @@ def scale_of(embedding: nn.Module) -> Tensor | None:
     return scale if torch.equal(found, rows * scale) else None
 
 
-class Lookup:
+class EmbeddingLookup:
     """The forward of such an embedding."""
 
     def __init__(self, product: Product, scale: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Decoder layers of transformers, recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
 
-A family is a description (:class:`LayerParts`, :class:`LayerShape`, :class:`Rotary`): its norms and how they round, its
+A family is a description (:class:`LayerParts`, :class:`LayerShape`, :class:`LayerRotary`): its norms and how they round, its
 activation, scales and caps, and each layer's window and rotary embedding.
 
 A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire as
@@ -258,7 +258,7 @@ def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
 # -- rotary embeddings --------------------------------------------------------------------------------------------------
 
 
-class Rotary(NamedTuple):
+class LayerRotary(NamedTuple):
     """How a layer turns queries and keys."""
 
     kind: str | None
@@ -272,7 +272,7 @@ class Rotary(NamedTuple):
         return (torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)) if self.is_half else given
 
 
-PLAIN = Rotary(None, is_half=False)
+PLAIN = LayerRotary(None, is_half=False)
 
 
 def turns_of(rotary: Any, kind: str | None, states: Tensor, positions: Tensor) -> Cosines:
@@ -293,7 +293,7 @@ def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
 # -- recognised by trying -----------------------------------------------------------------------------------------------
 
 
-class _Tried(NamedTuple):
+class _Traced(NamedTuple):
     """What a layer of transformers' makes of some states."""
 
     turns: Cosines
@@ -316,7 +316,7 @@ class Recognised(NamedTuple):
     output: Tensor
     style: NormStyle
     activation: Activation
-    rotaries: tuple[Rotary | None, ...]
+    rotaries: tuple[LayerRotary | None, ...]
     """How it may turn queries and keys; ``None``: not at all."""
     routed: RoutedMLP | None
     """Its MLP, if it has experts."""
@@ -355,14 +355,14 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
     if tried is None:
         return None
     is_half = 2 * tried.turns[0].shape[-1] == attention.head_dim
-    rotaries = (Rotary(kind, is_half=False), *([Rotary(kind, is_half=True)] if is_half else []), None)
+    rotaries = (LayerRotary(kind, is_half=False), *([LayerRotary(kind, is_half=True)] if is_half else []), None)
     return Recognised(states, *tried, style, activation, rotaries, routed)
 
 
 class LayerForward(ABC):
     """The forward of one of transformers' decoder layers; hooks fire as before."""
 
-    def __init__(self, layer: nn.Module, seen: Recognised, rotary: Rotary | None) -> None:
+    def __init__(self, layer: nn.Module, seen: Recognised, rotary: LayerRotary | None) -> None:
         self.attention: Any = layer.self_attn
         self.options, self.rotary = seen.options, rotary
         self.shape = seen.shape(layer)
@@ -441,7 +441,7 @@ class FusedLayer(LayerForward, Generic[P]):
         self,
         layer: nn.Module,
         seen: Recognised,
-        rotary: Rotary | None,
+        rotary: LayerRotary | None,
         weights: LayerWeights[P],
         experts: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -504,7 +504,7 @@ class FusedDecoder:
         layers: Sequence[LayerWeights[Product]],
         shape: LayerShape,
         windows: Sequence[int | None],
-        rotaries: Sequence[Rotary | None] = (),
+        rotaries: Sequence[LayerRotary | None] = (),
     ) -> None:
         """Each layer's window, as :class:`AttentionOptions` has it, and how it turns; usually as Llama's layers do."""
         own = rotaries or [PLAIN] * len(layers)
@@ -573,7 +573,7 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
 
 
 @torch.no_grad()
-def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) -> _Tried | None:
+def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) -> _Traced | None:
     """What the layer makes of ``states [1, T, H]``; ``None`` if its arguments are others than Llama's."""
     asked: list[tuple[AttentionOptions, tuple[Tensor, ...], Tensor]] = []
 
@@ -608,7 +608,7 @@ def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) 
         finally:
             config._attn_implementation = before
             del ALL_ATTENTION_FUNCTIONS["volley_asking"]
-    return _Tried(turns, *asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
+    return _Traced(turns, *asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
 
 
 def _activation(mlp: Any) -> Activation | None:
