@@ -73,7 +73,7 @@ def test_operations_of_a_layer_and_waits_are_counted() -> None:
     assert 9 <= found.layer_operations <= 12
     assert found.operations > gpu_ready.LAYERS * found.layer_operations
     assert found.waits == sum(found.places.values()) >= 1
-    assert found.launches <= 5
+    assert found.launches <= 10, "five of them look whether the chosen logit is finite"
     assert found.captured > gpu_ready.LAYERS * found.layer_operations
 
 
