@@ -246,7 +246,7 @@ def _hub_rows(name: str, dataset: Dataset) -> Iterator[Mapping[str, Any]]:
     except ImportError:
         raise InputError(
             f"dataset {name!r} would come from the hub, which needs the `datasets` package; "
-            f"install volley-llm[hub], or give the folder that holds {dataset.file}"
+            f"install it (pip install datasets), or give the folder that holds {dataset.file}"
         ) from None
     repository, configuration, split = dataset.hub
     try:

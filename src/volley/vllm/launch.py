@@ -10,7 +10,7 @@ from typing import Any
 from volley.errors import ConfigError, UnsupportedModelError
 
 MODULE = "vllm.entrypoints.openai.api_server"
-INSTALL = "pip install 'volley-llm[vllm]'"
+INSTALL = "pip install 'vllm==0.32.*'"
 _OURS = {
     "--model": "name the target with --target or right after --engine vllm",
     "--speculative-config": "it is made from --drafter and --policy; start vLLM itself to write your own",

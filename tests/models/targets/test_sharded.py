@@ -329,5 +329,5 @@ def test_old_packages_are_refused(tiny_pair: TinyPair, monkeypatch: pytest.Monke
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ConfigError, match="install volley-llm"):
+    with pytest.raises(ConfigError, match="pip install accelerate"):
         ShardedTarget.from_pretrained(tiny_pair.target)

@@ -69,7 +69,7 @@ def gguf_package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ConfigError("GGUF files need the package gguf; install it with: pip install 'volley-llm[gguf]'") from None
+        raise ConfigError("GGUF files need the package gguf; install it: pip install gguf") from None
     return gguf
 
 

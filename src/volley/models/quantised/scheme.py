@@ -99,7 +99,7 @@ def check_packages(quantisation: Quantisation) -> None:
     if missing:
         raise UnsupportedModelError(
             f"a checkpoint quantised by {quantisation.method!r} needs {' and '.join(missing)}; "
-            "pip install 'volley-llm[quant]'"
+            f"install it: pip install {' '.join(missing)}"
         )
 
 

@@ -275,7 +275,7 @@ def _check_machine(device: torch.device, weights: TargetWeights) -> None:
     if Version(transformers.__version__) < Version("5.19"):
         raise ConfigError(f"tensor_parallel needs transformers 5.19, this is {transformers.__version__}; install it")
     if find_spec("accelerate") is None:
-        raise ConfigError("tensor_parallel needs the package accelerate; install volley-llm[gpu]")
+        raise ConfigError("tensor_parallel needs the package accelerate; install it: pip install accelerate")
 
 
 def _divisible_config(path: str | Path, world: int) -> PretrainedConfig:
