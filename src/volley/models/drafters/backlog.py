@@ -32,8 +32,8 @@ _FEW = 256  # tokens for which the buffer is kept when it is empty
 class Backlog:
     """Buffer of features. Each step appends its features; :meth:`write` assigns rows to tokens.
 
-    Features are copied into one tensor. On a CPU, one allocation for each step would leave gaps in the heap that are too small for
-    the next logits.
+    Features are copied into one tensor. On a CPU, one allocation for each step would leave gaps in the heap that are too small
+    for the next logits.
 
     A run is closed while its request still owns the K/V slots. If a slot changes its owner, the last owner closes last, and its
     K/V remain in the slot.

@@ -34,7 +34,7 @@ class DominoHead(nn.Module):
         return self.prefix_gru.hidden_size
 
     def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return states ``[n, G]`` after tokens with ``embeddings [n, H]``, and corrections ``[n, N]`` of states ``hidden [n, H]``."""
+        """Return states ``[n, G]`` after tokens with ``embeddings [n, H]``, and corrections ``[n, N]`` at ``hidden [n, H]``."""
         of_input, of_state = self.prefix_gru.all_weights[0]
         after = torch.gru_cell(embeddings, state, of_input, of_state)
         return after, self.embed_proj(torch.cat([hidden, after], dim=-1))

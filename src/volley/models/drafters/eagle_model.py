@@ -45,7 +45,7 @@ class EagleModel(DraftModel):
         return inject
 
     def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
-        """Concatenate features ``[T, 3 · H]`` of tokens and the embeddings of the next tokens ``token_ids [T]``: ``[T, 4 · H]``."""
+        """Join features ``[T, 3 · H]`` of tokens and the embeddings of the next tokens ``token_ids [T]``: ``[T, 4 · H]``."""
         return torch.cat([features, self.eagle.embed(token_ids, self.embed)], dim=-1)
 
     def load_adapter(self, path: object) -> Adapter:

@@ -31,8 +31,8 @@ from volley.types import Lattice
 Projection = Callable[[Tensor], Tensor]
 _TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
 CHAIN_CANDIDATES, PAIRED_CANDIDATES = 512, 128
-"""Number of tokens with the largest uncorrected logits among which a greedy chain chooses, one by one and by pairs. A drafter that
-was trained for minutes needs this many, because its head corrects much."""
+"""Number of tokens with the largest uncorrected logits among which a greedy chain chooses, one by one and by pairs. A drafter
+that was trained for minutes needs this many, because its head corrects much."""
 
 
 class ResidualHead(nn.Module):

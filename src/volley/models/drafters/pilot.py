@@ -74,7 +74,7 @@ def features(kind: PilotInput, temperature: Tensor, logits: Tensor, hidden: Tens
 
 
 def net_for(config: PilotConfig, drafter: Drafter) -> nn.Sequential:
-    """Make a pilot's network with random weights for the target of ``drafter``: :func:`features` ``[N, D]`` to sizes ``[N, S]``."""
+    """Make a pilot's network with random weights for ``drafter``'s target: :func:`features` ``[N, D]`` to sizes ``[N, S]``."""
     vocab_size = drafter.config.vocab_size
     inputs = {"top": min(_TOP, vocab_size), "hidden": drafter.fc.in_features}.get(config.input, vocab_size)
     widths = [inputs + 1, *[config.width] * (config.layers - 1), len(config.block_sizes)]

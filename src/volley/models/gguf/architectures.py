@@ -378,7 +378,7 @@ def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
 
 
 def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
-    """Return for each key head its queries, keys, values and gates; newer files store all queries first, then all keys, and so on."""
+    """Return for each key head its queries, keys, values and gates; newer files store all queries first, then all keys, …"""
     keys, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // keys * config.linear_value_head_dim
     if len(parts) == 1:

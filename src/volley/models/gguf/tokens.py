@@ -32,7 +32,7 @@ class Tokens:
             self.types[token] = CONTROL
 
     def named(self, name: str) -> int | None:
-        """Return the token that the file calls ``name``, such as ``bos``; ``None`` if it has none, or one outside the vocabulary."""
+        """Return the token that the file calls ``name``, such as ``bos``; ``None`` if it is missing or outside the vocabulary."""
         usual = _SENTENCEPIECE if self._file.metadata.get("tokenizer.ggml.model") == "llama" else {}
         found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
         return int(found) if found is not None and found < len(self.texts) else None

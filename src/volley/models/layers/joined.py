@@ -1,7 +1,7 @@
-"""Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
+"""Llama-like and Qwen-like decoder layers in at most twelve operations, attention included, on any device.
 
-Projections of one input are one matrix, of which the layer's own weights are views: nothing is in memory twice. The operations
-between the products are in ``memory/rows.py``.
+Projections of one input are one matrix, and the layer's own weights are views of it, so memory holds each weight once.
+``memory/rows.py`` has the operations between the matmuls.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from volley.native.decoder import LayerShape
 
 
 class JoinedProduct(Protocol):
-    """A product with the weights of one layer or of several."""
+    """Matmul with the weights of one or several linear layers."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, out]`` of ``x [T, in]``."""
+        """Return ``[T, out]`` of ``x [T, in]``."""
 
     def add_to(self, states: Tensor, x: Tensor) -> Tensor:
-        """``states [T, out]`` plus the product with ``x [T, in]``, in place."""
+        """Add the result for ``x [T, in]`` to ``states [T, out]`` in place."""
 
 
 class Matrix(NamedTuple):
-    """Weight and bias of several layers as one; the layers' own become views of them."""
+    """Joined weight and bias of several layers; the layers' own become views of them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
 
 
 class JoinedWeights:
-    """One layer's weights, and its computation on both sides of attention."""
+    """Weights of one layer, and its computation before and after attention."""
 
     def __init__(
         self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
@@ -70,7 +70,7 @@ class JoinedWeights:
         self.rows = row_operations(before.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+        """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
         of, size = self.weights, self.shape
         _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
         rows = of.project(normed).view(len(states), -1, size.dim)
@@ -78,19 +78,19 @@ class JoinedWeights:
         return rows
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
+        """Split rows into queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
         size = self.shape
         return rows.split_with_sizes([size.heads, size.shared, size.shared], dim=1)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
-        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
+        """Return the states ``[T, H]`` after the layer, from the states before it and attention's output ``[T, heads · d]``."""
         of = self.weights
         states, normed = self.rows.add_norm(states, of.output(mixed), self.second_norm, self.shape.eps)
         return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
 
 
 class JoinedLayer(LayerForward):
-    """The forward of one of transformers' decoder layers."""
+    """Forward of one of transformers' decoder layers with joined projections."""
 
     def __init__(self, layer: nn.Module, seen: Recognised) -> None:
         super().__init__(layer, seen, seen.rotaries[0])
@@ -98,7 +98,7 @@ class JoinedLayer(LayerForward):
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
-        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        """Join a layer's projections; ``None`` if a trial shows another result."""
         seen = recognise(layer, rotary)
         if seen is None or not seen.is_llamas(layer):
             return None
@@ -114,7 +114,7 @@ class JoinedLayer(LayerForward):
 
 
 def join_layers(model: Any) -> int:
-    """Replace the forward of every layer that can be joined; returns their number."""
+    """Replace the forward of every layer that can be joined; return their number."""
     found = [(layer, JoinedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
     for layer, joined in found:
         if joined is not None:

@@ -1,7 +1,7 @@
-"""DiffusionGemma's layers in fp32 on a CPU, in half of the operations that transformers makes for them.
+"""DiffusionGemma's layers in fp32 on a CPU, in half of transformers' operations.
 
-Projections of one input are one matrix, of which the layer's own weights are views. Norms, rotary embeddings and gates are
-kernels (``native/rows.c``), and scales of the router are folded into its norm. The attention function stays what it was.
+Projections of one input are one matrix, and the layer's own weights are views of it. Norms, rotary embeddings and gates are
+kernels (``native/rows.c``). The router's scales are folded into its norm. The attention function stays.
 """
 
 from typing import Any, Self
@@ -20,32 +20,32 @@ _TOLERANCE = 1e-4
 
 
 class ShortGate:
-    """``down(gelu(gate(x)) · up(x))``, with one product for gate and up."""
+    """Gated MLP ``down(gelu(gate(x)) · up(x))``, with one matmul for gate and up."""
 
     def __init__(self, module: Any) -> None:
         self.both = Matrix.of([module.gate_proj, module.up_proj])
         self.down: Tensor = module.down_proj.weight.detach()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, H]`` of ``x [T, H]``."""
+        """Return ``[T, H]`` of ``x [T, H]``."""
         return linear(native.gated_gelu(self.both(x)), self.down)
 
 
 class ShortConditioning:
-    """The forward of a decoder's self-conditioning."""
+    """Forward of a decoder's self-conditioning."""
 
     def __init__(self, module: Any) -> None:
         self.gate, self.before, self.eps = ShortGate(module), module.pre_norm.weight.detach(), module.pre_norm.eps
 
     def __call__(self, inputs_embeds: Tensor, self_conditioning_signal: Tensor) -> Tensor:
-        """``[..., T, H]`` of embeddings and the last prediction, both of that shape."""
+        """Return ``[..., T, H]`` from embeddings and the last prediction, both of that shape."""
         shape = inputs_embeds.shape
         told = self.gate(native.rms_norm(self_conditioning_signal.reshape(-1, shape[-1]), self.before, self.eps))
         return native.rms_norm(inputs_embeds.reshape(told.shape).add(told), None, self.eps).view(shape)
 
 
 class ShortLayer:
-    """The forward of one encoder layer, which serves both modes."""
+    """Forward of one encoder layer, which serves both modes."""
 
     def __init__(self, layer: Any) -> None:
         own = layer.self_attn
@@ -69,7 +69,7 @@ class ShortLayer:
     @classmethod
     @torch.no_grad()
     def of(cls, layer: nn.Module, rotary: Any) -> Self | None:
-        """The layer in few operations; ``None`` if it computes something else, which is found by trying."""
+        """Shorten a layer; ``None`` if a trial shows another result."""
         if not _is_plain(layer):
             return None
         attention: Any = layer.self_attn
@@ -83,7 +83,7 @@ class ShortLayer:
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], volley_call: Any, **_: Any
     ) -> Tensor:
-        """States ``[1, T, H]`` after the layer."""
+        """Return the states ``[1, T, H]`` after the layer."""
         states, norms = hidden_states[0], self.norms
         mixed = self._attend(self._norm(states, norms["input_layernorm"]), position_embeddings, volley_call)
         states = native.add_norm(states, mixed, norms["post_attention_layernorm"], self.eps)
@@ -106,7 +106,7 @@ class ShortLayer:
         return linear(mixed.reshape(len(rows), -1), self.output)
 
     def _route(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their weights, ``[T, k]``."""
+        """Return the experts of each token and their weights, ``[T, k]``."""
         scores = linear(self._norm(states, self.routed), self.scores).softmax(dim=-1)
         weights, chosen = scores.topk(self.num_chosen, dim=-1)
         weights /= weights.sum(dim=-1, keepdim=True)
@@ -114,9 +114,9 @@ class ShortLayer:
 
 
 def shorten(encoder: Any, decoder: Any) -> int:
-    """Replace the forward of every layer of ``encoder`` that can be shortened, and ``decoder``'s self-conditioning with them.
+    """Replace the forward of every layer of ``encoder`` that can be shortened, and of ``decoder``'s self-conditioning.
 
-    Returns how many layers were. Their weights stay where they can be read, and must not be trained further.
+    Return the number of shortened layers. Their weights stay readable, but must not be trained further.
     """
     found = [(layer, ShortLayer.of(layer, encoder.rotary_emb)) for layer in encoder.layers]
     for layer, short in found:
@@ -133,7 +133,7 @@ _PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", *(f"
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer has the parts of DiffusionGemma's, in fp32 on a CPU."""
+    """Return whether a layer has the parts of DiffusionGemma's, in fp32 on a CPU."""
     if type(layer).__name__ != "DiffusionGemmaEncoderTextLayer" or not native.is_built:
         return False
     value = layer.self_attn.v_proj
