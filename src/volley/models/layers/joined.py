@@ -70,7 +70,7 @@ class JoinedWeights:
         self.rows = row_operations(before.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+        """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos``, ``sin``: ``[T, d]``."""
         of, size = self.weights, self.shape
         _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
         rows = of.project(normed).view(len(states), -1, size.dim)

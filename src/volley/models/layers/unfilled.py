@@ -19,7 +19,7 @@ def unfilled() -> Iterator[None]:
     """Put the parameters of modules that this thread makes in the body on the meta device, untied; buffers are real.
 
     With ``torch.device("meta")`` buffers would have to be made again, and some operations would import PyTorch's compiler, with
-    70 MiB. transformers' ``no_init_weights`` disables initialisation for the whole process for good if two threads use it at once.
+    70 MiB. transformers' ``no_init_weights`` disables initialisation in the process for good if two threads use it at once.
     """
     _watch_parameters()
     before = getattr(_state, "unfilled", False)

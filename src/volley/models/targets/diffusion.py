@@ -53,7 +53,9 @@ def load_target(
             )
         return path
     if tensor_parallel:
-        from volley.models.targets.sharded import ShardedTarget  # imported here, because it loads torch's distributed tensors
+        from volley.models.targets.sharded import (
+            ShardedTarget,
+        )  # imported here, because it loads torch's distributed tensors
 
         _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
