@@ -84,7 +84,7 @@ class AttentionPlan:
     """Map from a batch's tokens to the K/V slots that they see, made once for all layers with the same window.
 
     ``written [T]``: the slot of each token's own K and V. ``units [U, 5]``: first token, number of tokens, first entry in
-    ``slots``, number of entries, position of the first entry. ``begins``, ``ends`` ``[T]``: the positions a token sees. All int64.
+    ``slots``, number of entries, position of the first entry. ``begins``, ``ends`` ``[T]``: positions a token sees. All int64.
     """
 
     def __init__(self, written: Tensor, units: Tensor, slots: Tensor, begins: Tensor, ends: Tensor) -> None:

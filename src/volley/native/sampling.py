@@ -98,9 +98,9 @@ def follow(
 ) -> tuple[list[int], list[float]]:
     """Return greedy chains: the likeliest token of every position after the previous one, and its probability.
 
-    Candidates are the ``most`` tokens with the largest ``logits [R, V]`` (bf16); R is the sum of ``sizes``. ``drafted [N]`` are the
-    tokens that may be drafted, by default all. A table has a row for each token, or with ``by_place`` for each of ``drafted``.
-    ``anchors`` are the table rows of the tokens before the chains.
+    Candidates are the ``most`` tokens with the largest ``logits [R, V]`` (bf16); R is the sum of ``sizes``. ``drafted [N]`` are
+    the tokens that may be drafted, by default all. A table has a row for each token, or with ``by_place`` for each of
+    ``drafted``. ``anchors`` are the table rows of the tokens before the chains.
     """
     assert drafted is None or (drafted.dtype == torch.int64 and drafted.is_contiguous())
     count = logits.shape[1] if drafted is None else len(drafted)

@@ -104,7 +104,7 @@ class DrafterConfig:
     draft_vocab_size: int | None = None
     """Rows of the drafter's own LM head; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's head."""
     sample_from_anchor: bool = False
-    """True if the anchor's own position predicts the first draft token, as in DSpark drafters. A block then has one mask fewer."""
+    """True if the anchor's own position predicts the first draft token, as in DSpark drafters; a block has one mask fewer."""
     causal_layers: tuple[bool, ...] = ()
     """True for each layer whose positions see only those before them; empty if all layers see the whole block."""
     conv_kernel_size: int | None = None

@@ -247,7 +247,7 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
 
 
 def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
-    """Return whether the kernels support the weights of joined layers; stored codes, slow to read, are read only if they decide."""
+    """Return whether the kernels support the weights of joined layers; stored codes are read only if needed, as that is slow."""
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
     if all(native.fits(module.weight, weights) for module in linear):
         return True

@@ -1,6 +1,6 @@
 """GPTQ and AWQ: matrices of few bits packed into int32, read from a checkpoint's files and decoded without their libraries.
 
-Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a scale and a zero for each group of inputs of an output.
+Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a scale and a zero for each group of inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
