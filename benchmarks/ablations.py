@@ -7,11 +7,16 @@ trained again. Prints a Markdown table: τ at T = 0, and the cost of a draft pas
 """
 
 import os
+import random
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
-from training_rows import Changes, decode, folder_of, load_chats, parser, tau, train_rows
+from training_rows import Changes, decode, folder_of, load_chats, parser, tau, train_as_told, train_rows
 
 from volley import Engine, SamplingParams, Target
+from volley.train import step
 
 BASE: Changes = {
     "num_layers": 2,
@@ -28,15 +33,30 @@ ROWS: list[tuple[str, Changes, int, str]] = [
     ("3 taps", {"taps": 3}, 8, "Table 6: fewer features, lower τ"),
     ("base decoded with B = 4", {}, 4, "Table 7: close to trained with 4"),
     ("trained and decoded with B = 4", {"block_size": 4}, 4, "Table 7"),
-    ("no target features", {"no_features": True}, 8, "Table 8: much lower τ"),
+    ("no target features", {"taps": (-1,)}, 8, "Table 8: much lower τ"),
     ("fixed anchors", {"anchors": "fixed"}, 8, "Table 9: lower τ"),
-    ("uniform loss", {"loss_decay": "uniform"}, 8, "Fig. 5: lower τ"),
+    ("uniform loss", {"loss_decay": "decay", "gamma": 1e9}, 8, "Fig. 5: lower τ"),
 ]
+
+
+def train_ablated(anchors: str = "random", **options: Any) -> None:
+    """Train one drafter, with ``fixed`` anchors on the grid of uniformly divided blocks."""
+    if anchors == "random":
+        train_as_told(**options)
+        return
+    with mock.patch.object(step, "draw_anchors", partial(grid, options["block_size"])):
+        train_as_told(**options)
+
+
+def grid(block_size: int, start: int, length: int, count: int, seed: str) -> list[int]:
+    """Divide a response at ``[start, length)`` into blocks; returns the anchors of at most ``count`` of them."""
+    candidates = range(start, length - 1, block_size)
+    return sorted(random.Random(seed).sample(candidates, min(count, len(candidates))))
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    train_rows(options, BASE, [changes for _, changes, _, _ in ROWS])
+    train_rows(options, BASE, [changes for _, changes, _, _ in ROWS], train_ablated)
     target = Target.from_pretrained(options.target, dtype=torch.bfloat16)
     chats = load_chats(options)
     print(f"{options.max_steps} steps of {options.tokens_per_batch} tokens each\n")

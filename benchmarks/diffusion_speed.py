@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("what", choices=["generate", "verify", "memory"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny", "small"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"])
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -37,14 +37,13 @@ from volley.config import CapacityConfig
 from volley.engine.capacity import fit
 from volley.engine.runner import Runner
 from volley.files import write_atomically
-from volley.memory.attention import AttentionOptions
 from volley.memory.device import Device
 from volley.memory.graphs import MOST_ROWS
 from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.drafter import Drafter
+from volley.models.layers.fused import recognise
 from volley.models.layers.joined import JoinedLayer
 from volley.models.targets.target import Target
-from volley.native import DraftWeights
 from volley.policies.cost import PassCost
 from volley.proposers.block import BlockProposer
 
@@ -52,8 +51,6 @@ LAYERS, DRAFT_LAYERS, TAPS, BLOCK = 36, 5, 5, 16
 HIDDEN, INNER, VOCAB, KV, DIM = 4096, 12288, 151936, 1024, 128
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 GIB = 2**30
-BYTES = {"bf16": 2, "fp8": 1}
-"""Of a drafter's weight; the scales of fp8 are too few to count."""
 BARS = {
     "waits a step": 1,
     "waits before the last read": 0,
@@ -113,7 +110,6 @@ class WaitCount:
 @dataclass(frozen=True)
 class StepCount:
     policy: str
-    draft_weights: DraftWeights
     requests: int
     operations: float
     """On the device, of one step."""
@@ -149,13 +145,15 @@ def models(
     return AutoModelForCausalLM.from_config(config).eval(), Drafter(shape).eval().requires_grad_(False)
 
 
-def on_device(model: Any, drafter: Drafter, draft_weights: DraftWeights) -> tuple[Target, Drafter]:
-    """Both as they are loaded on a GPU. Kernels compute nothing here, so layers are joined without trying them."""
+def on_device(model: Any, drafter: Drafter) -> tuple[Target, Drafter]:
+    """Both as they are loaded on a GPU. Kernels compute nothing here, so what a layer is was found on the CPU."""
+    seen = recognise(model.model.layers[0], model.model.rotary_emb)
+    assert seen is not None
     model, drafter = move(copy.deepcopy(model)), move(copy.deepcopy(drafter))
     for layer in model.model.layers:
-        layer.forward = JoinedLayer(layer, AttentionOptions(TINY["head_dim"] ** -0.5))
+        layer.forward = JoinedLayer(layer, seen)
     target = Target(model)
-    drafter.fuse(draft_weights, target.head_weight)
+    drafter.fuse()
     return target, drafter
 
 
@@ -187,11 +185,10 @@ def count_steps(
     policy: str,
     requests: int,
     steps: int = 4,
-    draft_weights: DraftWeights = "bf16",
 ) -> StepCount:
     """Means over some steps in which all requests decode."""
-    with pretended_cuda() as counts, floors_as_costs(draft_weights):
-        target, own = on_device(model, drafter, draft_weights)
+    with pretended_cuda() as counts, floors_as_costs():
+        target, own = on_device(model, drafter)
         engine = decoding(target, own, policy, requests)
         counts.clear()
         for _ in range(steps):
@@ -206,7 +203,6 @@ def count_steps(
         places = {f"{kind}, {where}": times / steps for (kind, where), times in counts.waits.most_common()}
         return StepCount(
             policy,
-            draft_weights,
             requests,
             counts.operations.total() / steps,
             entered[1] - entered[0],
@@ -221,8 +217,8 @@ def count_steps(
 def count_waits(model: Any, drafter: Drafter, name: str, policy: str, requests: int, steps: int = 4) -> WaitCount:
     """Means over some steps in which all ``requests`` of one kind of :data:`SENT` decode. Waits do not depend on layers."""
     drafted, left, waits, before = list[int](), list[int](), Counter[tuple[str, str]](), 0
-    with pretended_cuda() as counts, floors_as_costs("bf16"):
-        engine = decoding(*on_device(model, drafter, "bf16"), policy, requests, SENT[name], length=40)
+    with pretended_cuda() as counts, floors_as_costs():
+        engine = decoding(*on_device(model, drafter), policy, requests, SENT[name], length=40)
         engine.on_verified.append(lambda _, proposal, __: drafted.append(len(proposal.token_ids)))
         for _ in range(steps):
             counts.clear()
@@ -244,9 +240,9 @@ def all_waits(requests: Sequence[int]) -> Iterator[WaitCount]:
 
 
 @contextmanager
-def floors_as_costs(draft_weights: DraftWeights) -> Iterator[None]:
+def floors_as_costs() -> Iterator[None]:
     """Passes take what they would at least take on a device, so that a policy decides as it does there."""
-    draft = draft_seconds(DRAFT_LAYERS, BYTES[draft_weights], LENGTH, VOCAB)
+    draft = draft_seconds(DRAFT_LAYERS, LENGTH, VOCAB)
     with (
         mock.patch.object(Runner, "seconds", lambda _, tokens, requests: target_seconds(tokens, LENGTH * requests)),
         mock.patch.object(BlockProposer, "seconds", return_value=draft),
@@ -267,15 +263,14 @@ def note_entries(layers: Any, counts: Counts) -> list[int]:
     return entered
 
 
-def drafter_bytes(draft_weights: DraftWeights) -> int:
-    """Of its layers and its injection's own copies, and in fp8 of its copy of the target's head."""
-    head = 0 if draft_weights == "bf16" else HIDDEN * VOCAB
-    return BYTES[draft_weights] * (drafter_size() + DRAFT_LAYERS * 2 * HIDDEN * KV + head)
+def drafter_bytes() -> int:
+    """Add up the bytes of a drafter's layers and of its injection's own copies."""
+    return 2 * (drafter_size() + DRAFT_LAYERS * 2 * HIDDEN * KV)
 
 
-def pool_tokens(gib: int, draft_weights: DraftWeights = "bf16") -> int:
+def pool_tokens(gib: int) -> int:
     """Tokens of the default pool beside Qwen3-8B and its drafter, if a pass of 4,096 tokens takes its logits thrice."""
-    weights = 2 * (LAYERS * layer_size() + 2 * HIDDEN * VOCAB) + drafter_bytes(draft_weights)
+    weights = 2 * (LAYERS * layer_size() + 2 * HIDDEN * VOCAB) + drafter_bytes()
     device = Device("cuda", gib * GIB - weights)
     capacity = fit(
         CapacityConfig(),
@@ -297,8 +292,8 @@ def drafter_size(layers: int = DRAFT_LAYERS) -> int:
     return layers * layer_size() + TAPS * HIDDEN * HIDDEN
 
 
-def seconds(weights: float, rows: int, bytes_each: float = 2) -> float:
-    return max(weights * bytes_each / BANDWIDTH, 2 * weights * rows / FLOPS)
+def seconds(weights: float, rows: int) -> float:
+    return max(2 * weights / BANDWIDTH, 2 * weights * rows / FLOPS)
 
 
 def target_seconds(rows: int, context: int) -> float:
@@ -306,29 +301,27 @@ def target_seconds(rows: int, context: int) -> float:
     return seconds(LAYERS * layer_size() + HIDDEN * VOCAB, rows) + kv
 
 
-def draft_seconds(layers: int, size: float, context: int, head_rows: int) -> float:
-    """One draft pass and one injection, of a block; weights of ``size`` bytes, those of the head included."""
-    body = seconds(drafter_size(layers), BLOCK, size) + seconds(layers * 2 * HIDDEN * KV, BLOCK, size)
-    head = seconds(HIDDEN * head_rows, BLOCK, size)
+def draft_seconds(layers: int, context: int, head_rows: int) -> float:
+    """Compute the least time of one draft pass and one injection of a block."""
+    body = seconds(drafter_size(layers), BLOCK) + seconds(layers * 2 * HIDDEN * KV, BLOCK)
+    head = seconds(HIDDEN * head_rows, BLOCK)
     return body + head + context * layers * 2 * KV * 2 / BANDWIDTH
 
 
 DRAFTERS = {
-    "published: 5 layers, bf16, the target's head": (5, 2, VOCAB),
-    "5 layers, bf16, own head of 32k tokens": (5, 2, 32768),
-    "2 layers, bf16, own head of 32k tokens": (2, 2, 32768),
-    "5 layers, fp8, the target's head in fp8": (5, 1, VOCAB),
-    "5 layers, fp8, own head of 32k tokens": (5, 1, 32768),
+    "published: 5 layers, bf16, the target's head": (5, VOCAB),
+    "5 layers, bf16, own head of 32k tokens": (5, 32768),
+    "2 layers, bf16, own head of 32k tokens": (2, 32768),
 }
-"""Layers, bytes of a weight, and rows of the head."""
+"""Layers, and rows of the head."""
 
 
 def roofline(context: int = 1024) -> list[dict[str, Any]]:
     """Floors in milliseconds, one request."""
     plain, verify = target_seconds(1, context), target_seconds(BLOCK, context)
     rows = []
-    for name, (layers, size, head_rows) in DRAFTERS.items():
-        draft = draft_seconds(layers, size, context, head_rows)
+    for name, (layers, head_rows) in DRAFTERS.items():
+        draft = draft_seconds(layers, context, head_rows)
         times = {"T_plain": 1e3 * plain, "T_verify": 1e3 * verify, "T_draft": 1e3 * draft}
         rows.append({"drafter": name, **times, "ratio": (draft + verify) / plain})
     return rows
@@ -345,7 +338,7 @@ def missed(report: dict[str, Any]) -> list[str]:
     """The bars that the figures do not reach."""
     found = []
     for step in report["steps"]:
-        name = f"{step['policy']}, {step['draft_weights']}, {step['requests']} requests"
+        name = f"{step['policy']}, {step['requests']} requests"
         for figure, bar in (("waits", "waits a step"), ("layer_operations", "launches a layer")):
             if step[figure] > BARS[bar]:
                 found.append(f"{name}: {step[figure]:g} {bar}, at most {BARS[bar]}")
@@ -380,16 +373,16 @@ def _is_launched_ahead(own: dict[str, Any]) -> bool:
 
 def show(report: dict[str, Any]) -> None:
     print(
-        "| policy | draft weights | requests | operations | of them a layer | waits | asynchronous copies "
+        "| policy | requests | operations | of them a layer | waits | asynchronous copies "
         "| launches with graphs | captured |\n"
-        "|---|---|---|---|---|---|---|---|---|"
+        "|---|---|---|---|---|---|---|---|"
     )
     for step in report["steps"]:
         names = ("operations", "layer_operations", "waits", "copies", "launches", "captured")
         figures = " | ".join(f"{step[name]:.1f}" for name in names)
-        print(f"| {step['policy']} | {step['draft_weights']} | {step['requests']} | {figures} |")
+        print(f"| {step['policy']} | {step['requests']} | {figures} |")
     for step in report["steps"]:
-        _show_places(step, f"{step['policy']}, {step['draft_weights']}")
+        _show_places(step, step["policy"])
     print(
         "| sent | policy | requests | drafted | waits | before the last read | launches left behind it | gated |\n"
         "|---|---|---|---|---|---|---|---|"
@@ -405,8 +398,7 @@ def show(report: dict[str, Any]) -> None:
         print("sm_{arch} {kernel}: {registers} registers, {spilled} spilled, {shared} bytes shared".format(**own))
     for gib, tokens in report["pool_tokens"].items():
         print(f"pool on {gib} GiB: {tokens:,} tokens")
-    for weights, size in report["drafter_bytes"].items():
-        print(f"published drafter in {weights}: {size / GIB:.2f} GiB")
+    print(f"published drafter: {report['drafter_bytes'] / GIB:.2f} GiB")
     for row in report["roofline"]:
         times = "plain {T_plain:.2f}, verify {T_verify:.2f}, draft {T_draft:.2f} ms".format(**row)
         print(f"{row['drafter']}: {times}; ratio {row['ratio']:.3f}")
@@ -425,17 +417,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     options = parser.parse_args()
     pair = models()
-    policies = [*((policy, "bf16") for policy in POLICIES), (f"fixed:{BLOCK}", "fp8")]
     report: dict[str, Any] = {
-        "steps": [
-            asdict(count_steps(*pair, policy, n, draft_weights=weights))
-            for policy, weights in policies
-            for n in options.requests
-        ],
+        "steps": [asdict(count_steps(*pair, policy, n)) for policy in POLICIES for n in options.requests],
         "waits": [asdict(own) for own in all_waits(options.requests)],
         "kernels": [] if options.no_kernels else [{**asdict(own), "fits": own.fits} for own in kernel_resources()],
         "pool_tokens": {str(gib): pool_tokens(gib) for gib in (80, 139)},
-        "drafter_bytes": {weights: drafter_bytes(weights) for weights in BYTES},
+        "drafter_bytes": drafter_bytes(),
         "roofline": roofline(),
     }
     report["missed"] = missed(report)

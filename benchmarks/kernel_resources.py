@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from volley.files import write_atomically
-from volley.memory.kernels import attention, float8, inject, noise, rows, write
+from volley.memory.kernels import attention, inject, noise, rows, write
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have, by architecture."""
@@ -115,13 +115,6 @@ def row_cases(dtype: torch.dtype, dim: int, size: int) -> Iterator[Case]:
     yield Case(f"gate {kind}", rows._gated_silu_kernel, gate, {"SIZE": 3 * size, "BLOCK": 1024}, {})
 
 
-def float8_case(size: int) -> Case:
-    types = {**dict.fromkeys(("x", "output"), "*bf16"), "codes": "*i8", "scales": "*fp32"}
-    types |= dict.fromkeys(("num_rows", "num_outputs"), "i32")
-    tile = {"SIZE": size, "ROWS": float8.ROWS, "OUTPUTS": float8.OUTPUTS, "INPUTS": float8.INPUTS}
-    return Case(f"float8 {size}", float8._float8_kernel, types, tile, float8.OPTIONS)
-
-
 def noise_case() -> Case:
     types = {"places": "*i64", "output": "*fp32", "count": "i32", "size": "i32"}
     return Case("noise", noise._exponentials_kernel, types, {"PURPOSE": 0, "BLOCK": noise.BLOCK}, {})
@@ -141,8 +134,6 @@ def cases() -> Iterator[Case]:
     yield write_case(half, 1024)
     yield from row_cases(half, 128, 4096)
     yield noise_case()
-    yield float8_case(4096)
-    yield float8_case(4100)  # rows that begin anywhere
 
 
 def build(case: Case, arch: int) -> Any:

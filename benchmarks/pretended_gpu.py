@@ -427,7 +427,7 @@ def pretended_cuda(free_bytes: int = 2**28, *, runs_kernels: bool = False) -> It
         with ExitStack() as stack:
             for name, answer in answers.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-            for name in ("attention", "float8", "inject", "noise", "rows"):
+            for name in ("attention", "inject", "noise", "rows"):
                 importlib.import_module(f"{kernels.__name__}.{name}")
             real = launching.launch
             for name, module in list(sys.modules.items()):

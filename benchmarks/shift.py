@@ -153,6 +153,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         soft_targets=0.5,
         optimizer="muon",
         learning_rate=arguments.learning_rate or 1e-2,
+        loss_decay="decay",
+        anchors_per_sequence=64,
         tokens_per_batch=512,
         max_steps=arguments.steps or 700,
         epochs=10**6,

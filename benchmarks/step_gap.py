@@ -122,8 +122,8 @@ def main() -> None:
     parser.add_argument(
         "--ms", type=float, default=1e3 * target_seconds(1, 1024), help="milliseconds of the target's pass"
     )
-    layers, size, head_rows = next(iter(DRAFTERS.values()))  # the published one
-    published = 1e3 * draft_seconds(layers, size, 1024, head_rows)
+    layers, head_rows = next(iter(DRAFTERS.values()))  # the published one
+    published = 1e3 * draft_seconds(layers, 1024, head_rows)
     parser.add_argument("--draft-ms", type=float, default=published, help="of a draft and its drafter's K/V")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")

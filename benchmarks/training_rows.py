@@ -8,8 +8,9 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,19 @@ def folder_of(out: Path, changes: Changes) -> Path:
 
 
 def _taps(changes: Changes) -> Changes:
-    return {key: changes[key] for key in ("taps", "no_features") if key in changes}
+    return {key: changes[key] for key in ("taps",) if key in changes}
 
 
 def _compares_with_target(changes: Changes) -> bool:
     return changes.get("soft_targets", 0) + changes.get("total_variation", 0) > 0
 
 
-def train_row(options: argparse.Namespace, base: Changes, changes: Changes) -> None:
+def train_as_told(**options: Any) -> None:
+    """Train one drafter by options of ``TrainConfig``."""
+    train(TrainConfig(**options))
+
+
+def train_row(run: Callable[..., None], options: argparse.Namespace, base: Changes, changes: Changes) -> None:
     """Train one drafter; rows that tap the same layers share their cached features."""
     folder = folder_of(options.out, changes)
     report = folder / "training_report.json"
@@ -60,25 +66,25 @@ def train_row(options: argparse.Namespace, base: Changes, changes: Changes) -> N
     cache = options.out / f"features-{folder_of(options.out, _taps(changes)).name}"
     if options.cache_dir and not _taps(changes):
         cache = options.cache_dir
-    train(
-        TrainConfig(
-            target=options.target,
-            data=(options.data,),
-            out=str(folder),
-            features="cache",
-            cache_dir=str(cache),
-            max_steps=options.max_steps,
-            epochs=1000,
-            tokens_per_batch=options.tokens_per_batch,
-            eval_prompts=0,
-            threads=1,
-            **{**base, **changes},
-        )
+    run(
+        target=options.target,
+        data=(options.data,),
+        out=str(folder),
+        features="cache",
+        cache_dir=str(cache),
+        max_steps=options.max_steps,
+        epochs=1000,
+        tokens_per_batch=options.tokens_per_batch,
+        eval_prompts=0,
+        threads=1,
+        **{"loss_decay": "decay", "anchors_per_sequence": 64, **base, **changes},
     )
 
 
-def train_rows(options: argparse.Namespace, base: Changes, rows: Sequence[Changes]) -> None:
-    """Train ``--jobs`` rows at a time; of those that share features the one that asks for most writes them, alone."""
+def train_rows(
+    options: argparse.Namespace, base: Changes, rows: Sequence[Changes], run: Callable[..., None] = train_as_told
+) -> None:
+    """Train ``--jobs`` rows at a time by ``run``; of those that share features the one that asks for most writes them, alone."""
     distinct = [json.loads(text) for text in dict.fromkeys(json.dumps(row) for row in rows)]
     writers: dict[str, Changes] = {}
     for row in sorted(distinct, key=_compares_with_target, reverse=True):
@@ -87,7 +93,7 @@ def train_rows(options: argparse.Namespace, base: Changes, rows: Sequence[Change
     for group in (first, [row for row in distinct if row not in first]):
         if group:
             with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-                list(pool.map(train_row, [options] * len(group), [base] * len(group), group))
+                list(pool.map(partial(train_row, run), [options] * len(group), [base] * len(group), group))
 
 
 def load_chats(options: argparse.Namespace) -> list[Any]:

@@ -99,10 +99,10 @@ class Bench:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         accelerate(model)
         target = Target(model)
-        return target, self.drafter(target, "bf16")
+        return target, self.drafter()
 
-    def drafter(self, target: Any, weights: Any) -> Any:
-        """A drafter for ``target`` with such weights."""
+    def drafter(self) -> Any:
+        """Make a random drafter in bf16."""
         from volley.models.checkpoints.checkpoint import DrafterConfig
         from volley.models.drafters.drafter import Drafter
 
@@ -116,7 +116,7 @@ class Bench:
         )
         with self.torch.device(self.device):
             drafter = Drafter(own).to(self.device, self.torch.bfloat16).eval().requires_grad_(False)
-        drafter.fuse(weights, None if weights == "bf16" else target.head_weight)
+        drafter.fuse()
         return drafter
 
 
@@ -224,10 +224,6 @@ def passes(bench: Bench) -> dict[str, Any]:
         plain, verify, draft = bench.pass_times(engine, level)
         times = {"T_plain": plain, "T_verify": verify, "T_draft": draft}
         table.append({"requests": level, **times, "ratio": (verify + draft) / plain})
-    coded = Engine(target, bench.drafter(target, "fp8"), **small).proposer
-    for row in table:
-        row["T_draft_fp8"] = 1e3 * coded.seconds(BLOCK * row["requests"], row["requests"])
-        row["ratio_fp8"] = (row["T_verify"] + row["T_draft_fp8"]) / row["T_plain"]
     read = sum(w.nbytes for w in target.model.parameters()) - target.head_weight.nbytes  # less the embedding
     return {"table": table, **compared(read / table[0]["T_plain"] / 1e6, copy(bench)["GB_s"])}
 

@@ -83,8 +83,8 @@ class ModelOptions:
     auto is bf16, or quantised for a quantised GGUF file."""
     long_context: bool = False
     """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
-    draft_weights: Literal["auto", "bf16", "int8", "int4", "fp8"] = "auto"
-    """Format of the drafter's weights and head: int8 and int4 for a CPU, fp8 for a GPU. It changes acceptance, never the
+    draft_weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """Format of the drafter's weights and head: int8 and int4 are for a CPU. It changes acceptance, never the
     output. auto is the target's quantisation, or int8 beside bf16 on a CPU with AVX512's dot products."""
     threads: int | None = None
     """Maximum number of CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""

@@ -15,7 +15,7 @@ from volley.engine.ahead import Ahead, Works
 
 
 def good() -> dict[str, Any]:
-    step = {"policy": "fixed:16", "draft_weights": "fp8", "requests": 1, "waits": 1.0, "layer_operations": 12}
+    step = {"policy": "fixed:16", "requests": 1, "waits": 1.0, "layer_operations": 12}
     kernel = {"kernel": "attention", "arch": 90, "spilled": 0, "shared": 1, "fits": True}
     waits = {"sent": "T = 1", "policy": "goodput", "requests": 8, "before_last": 0.0, "left": 0, "is_gated": True}
     plain = {**waits, "policy": "fixed:1", "left": 1}
@@ -35,7 +35,7 @@ def test_bars_that_are_reached_are_not_named() -> None:
 @pytest.mark.parametrize(
     ("part", "change", "named"),
     [
-        ("steps", {"waits": 1.25}, "fixed:16, fp8, 1 requests: 1.25 waits a step, at most 1"),
+        ("steps", {"waits": 1.25}, "fixed:16, 1 requests: 1.25 waits a step, at most 1"),
         ("waits", {"before_last": 0.25}, "goodput, T = 1, 8 requests: 0.25 waits before the last read, at most 0"),
         (
             "waits",
@@ -64,13 +64,8 @@ def test_a_small_pool_is_named() -> None:
 
 def test_a_drafter_of_volleys_own_options_reaches_the_floor() -> None:
     ratios = {row["drafter"]: round(row["ratio"], 3) for row in gpu_ready.roofline()}
-    assert list(ratios.values()) == [1.225, 1.162, 1.082, 1.113, 1.081]
+    assert list(ratios.values()) == [1.225, 1.162, 1.082]
     assert gpu_ready.pool_tokens(139) > 500_000 > gpu_ready.pool_tokens(80) > 250_000
-
-
-def test_codes_and_a_copy_of_the_head_take_less_than_bf16() -> None:
-    assert 0.75 < gpu_ready.drafter_bytes("fp8") / gpu_ready.drafter_bytes("bf16") < 0.8
-    assert gpu_ready.pool_tokens(80, "fp8") > gpu_ready.pool_tokens(80)
 
 
 def test_operations_of_a_layer_and_waits_are_counted() -> None:
@@ -78,7 +73,7 @@ def test_operations_of_a_layer_and_waits_are_counted() -> None:
     assert 9 <= found.layer_operations <= 12
     assert found.operations > gpu_ready.LAYERS * found.layer_operations
     assert found.waits == sum(found.places.values()) >= 1
-    assert found.launches <= 5
+    assert found.launches <= 10, "five of them look whether the chosen logit is finite"
     assert found.captured > gpu_ready.LAYERS * found.layer_operations
 
 
@@ -121,13 +116,6 @@ def test_all_that_users_send_is_counted(name: str) -> None:
     assert found.drafted > 0
     assert found.waits == sum(found.places.values()) >= 1
     assert found.before_last == found.waits - 1
-
-
-def test_a_drafter_in_fp8_waits_no_more_and_adds_in_an_operation_of_its_own() -> None:
-    pair = gpu_ready.models()
-    plain, coded = (gpu_ready.count_steps(*pair, "fixed:16", 1, 2, weights) for weights in ("bf16", "fp8"))
-    assert (coded.draft_weights, coded.waits, coded.copies) == ("fp8", plain.waits, plain.copies)
-    assert coded.operations == plain.operations + gpu_ready.DRAFT_LAYERS
 
 
 def test_mixed_devices_and_waits_are_seen() -> None:

@@ -57,7 +57,8 @@ def pair() -> Pair:
 
 
 def engine(*, drafts: bool = False, is_ahead: bool = True, **options: Any) -> Engine:
-    given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **options}
+    plain = {} if drafts else {"policy": "plain"}
+    given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **plain, **options}
     own = Engine(pair().target, pair().drafter if drafts else None, **given)
     own.ahead.is_used = is_ahead
     if drafts:

@@ -17,7 +17,6 @@ from tests.tiny import random_drafter
 from volley import Engine, GenerationResult, SamplingParams, native
 from volley.errors import ConfigError
 from volley.files import REFERENCE
-from volley.memory import kernels
 from volley.native import Product, Weights
 
 QUESTIONS = [
@@ -222,21 +221,8 @@ def test_how_to_load_what_is_loaded_is_refused() -> None:
         Engine.from_pretrained(pair.target, random_drafter(), draft_weights="int8")
 
 
-def test_fp8_needs_a_gpu_and_is_for_drafters() -> None:
-    with pytest.raises(ConfigError, match=r"needs Triton and an NVIDIA GPU .* 'int8' or 'bf16' on a CPU"):
-        Engine.from_pretrained(device="cpu", draft_weights="fp8")
-    with pytest.raises(ConfigError, match="'fp8' are codes of bf16 weights; load the model with dtype bf16"):
-        Engine.from_pretrained(device="cpu", dtype=torch.float32, draft_weights="fp8")
+def test_an_unknown_kind_of_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown kind of weights 'fp8'"):
         Engine.from_pretrained(weights="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"unknown kind of draft weights 'fp4'; .*fp8"):
-        Engine.from_pretrained(draft_weights="fp4")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_fp8_needs_tensor_cores_for_bf16(
-    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "usable", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert kernels.multiplies_float8(torch.device("cuda")) == fits
+    with pytest.raises(ConfigError, match="unknown kind of draft weights 'int5'; did you mean 'int8'"):
+        Engine.from_pretrained(draft_weights="int5")  # type: ignore[arg-type]

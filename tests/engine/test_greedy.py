@@ -141,9 +141,15 @@ def test_a_drafter_brings_its_own_window(pair: Pair, asked: int | None, window: 
 
 
 def test_plain_decoding_without_a_drafter(pair: Pair) -> None:
-    results = run(Engine(pair.target, page_size=4, num_pages=160))
+    results = run(Engine(pair.target, page_size=4, num_pages=160, policy="plain"))
     assert tokens(results) == expected()
     assert all(result.stats.acceptance_length == 1.0 for result in results)
+
+
+def test_a_text_is_copied_from_without_a_drafter(pair: Pair) -> None:
+    results = run(Engine(pair.target, page_size=4, num_pages=160))
+    assert tokens(results) == expected()
+    assert max(result.stats.acceptance_length for result in results) > 1.0
 
 
 def test_each_prompt_alone(pair: Pair) -> None:

@@ -13,23 +13,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CPU, CUDA, EVENT, OnDevice, move, pretended_cuda
+from benchmarks.pretended_gpu import CUDA, EVENT, OnDevice, move, pretended_cuda
 from tests.costs import settle
 from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.bench.run import without_drafter
-from volley.files import REFERENCE
-from volley.memory import float8
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
 from volley.models.drafters import backlog, draft_model
 from volley.models.drafters.adapter import adapted
 from volley.models.drafters.drafter import Drafter
-from volley.models.layers.accelerate import weight_bytes
-from volley.models.layers.fingerprint import drafter_fingerprint
-from volley.models.targets.loading import load_causal_lm
 from volley.models.targets.target import Target
 
 pretended = partial(pretended_cuda, runs_kernels=True)
@@ -133,63 +128,6 @@ def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(
         monkeypatch.setattr(draft_model, "adapted", lambda *_: move(copy.deepcopy(merged)))
         assert found(both.target, both.drafter, each) == expected
     assert "_inject_kernel" in counts.operations
-
-
-def drafts(target: Target, drafter: Drafter, count: int, **options: Any) -> list[Any]:
-    """What each request answers, is proposed, and accepts of it."""
-    engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
-    engine.ahead.is_used = False  # near an answer's end it takes the first drafts of a longer block, which are others
-    found = answers_and_drafts(engine, random_prompts(count, longest=20, seed=1), GREEDY)
-    return [(own.token_ids, proposed, own.stats.accepted_lengths) for own, proposed in zip(*found, strict=True)]
-
-
-def coded(drafter: Drafter, target: Target) -> Drafter:
-    """A copy in fp8 on the target's device; on a CPU it computes by the reference."""
-    drafter = copy.deepcopy(drafter)
-    if target.device.type == "cuda":
-        move(drafter)
-    drafter.fuse("fp8", target.head_weight)
-    return drafter
-
-
-def test_a_drafter_in_fp8_drafts_as_its_reference_does(both: Both) -> None:
-    plain = answers(both.here.target, None, 2, GREEDY)
-    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), 2)
-    assert [tokens for tokens, *_ in expected] == plain
-    assert expected != drafts(both.here.target, both.here.drafter, 2), "or codes are not seen"
-    with pretended() as counts:
-        assert drafts(both.target, coded(both.here.drafter, both.target), 2) == expected
-    assert {"_float8_kernel", "_inject_kernel"} <= counts.operations.keys()
-
-
-def test_a_trained_drafter_is_accepted_in_fp8_too() -> None:
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    target = Target(load_causal_lm(REFERENCE / "target", torch.float32, device=CPU))
-    drafter = coded(Drafter.from_pretrained(REFERENCE / "drafter", torch.float32), target)
-    prompt = [[5, 9, 12, 40, 41, 300, 7, 22]]
-    plain = next(Engine(target, num_pages=64, block_size=1).generate(prompt, params)).token_ids
-    (result,) = Engine(target, drafter, policy="fixed", num_pages=64).generate(prompt, params)
-    assert result.token_ids == plain
-    assert result.stats.acceptance_length > 3
-
-
-def test_scales_of_other_outputs_change_drafts_alone(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = drafts(both.here.target, coded(both.here.drafter, both.here.target), 2)
-    right = float8.quantise
-    monkeypatch.setattr(float8, "quantise", lambda w: (own := right(w))._replace(scales=own.scales.roll(1, 0)))
-    with pretended():
-        found = drafts(both.target, coded(both.here.drafter, both.target), 2)
-    assert found != expected
-    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
-
-
-def test_weights_behind_codes_are_readable_on_the_cpu(both: Both) -> None:
-    with pretended():
-        drafter = coded(both.here.drafter, both.target)
-        assert {drafter.fc.weight.device, *(layer.mlp.up_proj.weight.device for layer in drafter.layers)} == {CPU}
-        assert drafter.norm.weight.device == CUDA
-        assert drafter_fingerprint(drafter) == drafter_fingerprint(both.here.drafter)
-        assert 0 < weight_bytes(drafter) < weight_bytes(both.here.drafter)
 
 
 def test_products_on_a_gpu_are_summed_in_fp32(both: Both) -> None:

@@ -138,34 +138,6 @@ def test_heads_normed_as_one_and_turned_in_part(rows: int, width: int, rounds: b
     assert torch.equal(alone, x[-1:])
 
 
-@given(rows=st.integers(1, 9), size=st.integers(1, 200), seed=SEEDS)
-def test_a_norm_that_is_added_in_fp32(rows: int, size: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    before, x, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
-    found = native.add_norm(before, x, weight, 1e-6)
-    torch.testing.assert_close(found, before + rms_norm(x, (size,), weight, 1e-6))
-
-
-@given(
-    rows=st.integers(1, 9),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (8, 1)]),
-    dim=st.sampled_from([2, 8, 22, 64]),
-    has_values=st.booleans(),
-    seed=SEEDS,
-)
-def test_norm_and_turn_in_fp32(rows: int, heads: tuple[int, int], dim: int, has_values: bool, seed: int) -> None:
-    """Of projections that have values of their own, or whose values are the keys before their norm."""
-    torch.manual_seed(seed)
-    queries, keys = heads
-    x, angles = torch.randn(rows, queries + (1 + has_values) * keys, dim), torch.rand(rows, dim // 2).repeat(1, 2) * 6
-    cos, sin, norms = angles.cos(), angles.sin(), (torch.randn(dim), torch.randn(dim))
-    found = native.norm_and_turn_floats(x, norms, cos, sin, queries, keys, 1e-6)
-    turned_heads = zip((x[:, :queries], x[:, queries : queries + keys]), norms, strict=True)
-    parts = [turned(rms_norm(part, (dim,), weight, 1e-6), cos, sin) for part, weight in turned_heads]
-    expected = torch.cat([*parts, rms_norm(x[:, -keys:], (dim,), None, 1e-6)], dim=1)
-    torch.testing.assert_close(found, expected)
-
-
 @given(rows=st.integers(1, 9), size=st.integers(1, 200), scale=st.sampled_from([0.1, 3.0, 60.0]), seed=SEEDS)
 def test_gated_gelu(rows: int, size: int, scale: float, seed: int) -> None:
     torch.manual_seed(seed)

@@ -62,8 +62,8 @@ def test_every_part_runs_dry_and_has_its_table(
     assert {row["tokens"] for row in found["kinds"]["table"]} == {"equal"}
     text = (tmp_path / "tables.md").read_text()
     assert "not run\n\n##" not in text.replace("- tail: not run", "")
-    assert "| requests | T_plain | T_verify | T_draft | ratio | T_draft_fp8 | ratio_fp8 |\n" in text
-    assert all(row["T_draft_fp8"] > 0 for row in found["passes"]["table"])
+    assert "| requests | T_plain | T_verify | T_draft | ratio |\n" in text
+    assert all(row["T_draft"] > 0 for row in found["passes"]["table"])
 
 
 def done_but(tmp_path: Path, *others: str) -> None:

@@ -222,7 +222,6 @@ def test_tokens_and_back(drafting: Running, tiny: Tiny) -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "mood": 1}, "mood"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": [99999]}, "tokens"),
     ],

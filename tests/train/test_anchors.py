@@ -6,21 +6,16 @@ from volley.train.anchors import build_blocks, draw_anchors, draw_reveals
 
 
 def test_random_anchors_are_distinct_positions_of_the_response_and_change_with_the_seed() -> None:
-    first = draw_anchors(10, 60, 12, 8, "random", "0/0/3")
+    first = draw_anchors(10, 60, 12, "0/0/3")
     assert len(set(first)) == 12
     assert first == sorted(first)
     assert all(10 <= anchor < 59 for anchor in first)
-    assert first == draw_anchors(10, 60, 12, 8, "random", "0/0/3")
-    assert first != draw_anchors(10, 60, 12, 8, "random", "0/1/3")
+    assert first == draw_anchors(10, 60, 12, "0/0/3")
+    assert first != draw_anchors(10, 60, 12, "0/1/3")
 
 
 def test_a_short_response_gives_every_anchor_it_has() -> None:
-    assert draw_anchors(4, 8, 99, 8, "random", "") == [4, 5, 6]
-
-
-def test_fixed_anchors_divide_the_response() -> None:
-    assert draw_anchors(3, 30, 99, 8, "fixed", "") == [3, 11, 19, 27]
-    assert set(draw_anchors(3, 30, 2, 8, "fixed", "x")) < {3, 11, 19, 27}
+    assert draw_anchors(4, 8, 99, "") == [4, 5, 6]
 
 
 def test_blocks_hold_anchor_and_masks_and_predict_the_tokens_after() -> None:

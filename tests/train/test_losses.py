@@ -143,8 +143,7 @@ def test_slot_weights_are_the_papers() -> None:
     assert 5 < default_gamma(13) < 7
     torch.testing.assert_close(slot_weights(8, "decay", None), torch.exp(-torch.arange(7) / 4))
     torch.testing.assert_close(slot_weights(8, "decay", 2.0), torch.exp(-torch.arange(7) / 2))
-    for kind in ("uniform", "pace"):
-        assert torch.equal(slot_weights(8, kind, None), torch.ones(7))
+    assert torch.equal(slot_weights(8, "pace", None), torch.ones(7))
 
 
 def test_acceptance_counts_leading_hits_and_the_bonus() -> None:

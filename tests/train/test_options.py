@@ -22,7 +22,6 @@ NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
     [
         ({"block_size": 1}, "block_size is 1"),
         ({"data": ()}, "at least one JSONL file"),
-        ({"anchors": "rondom"}, "did you mean 'random'"),
         ({"soft_targets": 2.0}, r"in \[0, 1\]"),
         ({"reveal": 1.5}, r"reveal is 1.5; it must be in \[0, 1\]"),
         ({"reveal": 0.5, "loss_decay": "pace"}, "use loss_decay='decay'"),
@@ -30,10 +29,9 @@ NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
         ({"soft_targets": 0.5, "total_variation": 0.6}, "at most 1 together"),
         ({"head": "residuel"}, "did you mean 'residual'"),
         ({"taps": "1,x"}, "give a count"),
-        ({"taps": 0}, "use no_features"),
-        ({"taps": (1, 2), "no_features": True}, "exclude each other"),
+        ({"taps": 0}, "tap at least one layer"),
         ({"feature_server": "http://host/v1"}, "give both or neither"),
-        ({"feature_server": "http://host/v1", "feature_dir": "f", "no_features": True}, "needs no feature_server"),
+        ({"feature_server": "http://host/v1", "feature_dir": "f", "taps": (-1,)}, "needs no feature_server"),
         ({"learning_rat": 1.0}, "did you mean 'learning_rate'"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
 
     export(out, tmp_path / "written", "speculators", target=config.target)
     assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
-    export(out, tmp_path / "reduced", "zlab", target=config.target, draft_vocab_size=9, counts=[1] * 260)
+    export(out, tmp_path / "reduced", "speculators", target=config.target, draft_vocab_size=9, counts=[1] * 260)
     assert not (tmp_path / "reduced" / "certificate.json").exists()
 
 

@@ -142,7 +142,9 @@ def if_finite(tokens: Tensor, chosen_by: Tensor, raw: Tensor | None = None) -> T
     logit to infinity. With ``raw``, the target's own logits, only an infinite logit there is invalid.
     """
     entries = chosen_by.gather(-1, tokens[:, None])[:, 0]
-    own = entries if raw is None else raw.gather(-1, tokens[:, None])[:, 0]
+    if raw is None:
+        return torch.where(entries.abs() < torch.inf, tokens, NO_TOKEN)
+    own = raw.gather(-1, tokens[:, None])[:, 0]
     return torch.where((entries > -torch.inf) & (own < torch.inf), tokens, NO_TOKEN)
 
 

@@ -181,7 +181,7 @@ class Engine:
         ``target`` and ``drafter`` are folders, GGUF files, hub names, names of bundled models or loaded models.
         ``device="auto"`` is the GPU if there is one.
 
-        ``weights`` (target) and ``draft_weights`` (drafter) are bf16; on a CPU also int8 or int4; a drafter on a GPU also fp8.
+        ``weights`` (target) and ``draft_weights`` (drafter) are bf16; on a CPU also int8 or int4.
         If they are quantised, drafts use a head quantised alike. "auto" keeps bf16, or the quantised weights of a GGUF file.
         For a drafter "auto" is the target's format, or int8 next to a bf16 target on a CPU with AVX512-VNNI.
 

@@ -33,10 +33,8 @@ from volley.native.library import pointer as pointer
 
 TargetWeights = Literal["auto", Weights]
 """Formats of a target's weights. ``auto``: quantised for a quantised GGUF file if the kernels run here, bf16 otherwise."""
-DraftWeights = Literal[Weights, "fp8"]
-"""Formats of a drafter's weights. ``fp8`` is for a GPU (:mod:`volley.memory.float8`), int8 and int4 are for a CPU."""
-WantedDraftWeights = Literal["auto", DraftWeights]
-"""Formats with ``auto``: the fastest one beside the target's weights (``models/layers/products.py``)."""
+WantedDraftWeights = Literal["auto", Weights]
+"""Formats of a drafter's weights. ``auto``: the fastest one beside the target's weights (``models/layers/products.py``)."""
 _ACTIVATIONS = ("silu", "gelu", "clamped")  # as the kernels number them
 
 
@@ -112,29 +110,6 @@ def norm_and_turn(
         *(None if turns is None else byref(turns.struct), len(x)),
         byref(HeadsStruct(heads, shared, dim, whole, rounds, eps)),
     )
-
-
-def add_norm(before: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``before + weight · x / rms(x)`` of contiguous ``[T, H]`` in fp32."""
-    out = torch.empty_like(before)
-    functions().add_norm_floats(before.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
-    return out
-
-
-def norm_and_turn_floats(
-    x: Tensor, norms: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, heads: int, shared: int, eps: float
-) -> Tensor:
-    """Norm and rotate queries and keys in fp32, and norm values without a weight: ``[T, heads + 2 · shared, d]``.
-
-    ``x`` is contiguous. If it is ``[T, heads + shared, d]``, the values are the original keys.
-    """
-    rows, given, dim = x.shape
-    out = x.new_empty(rows, heads + 2 * shared, dim)
-    functions().norm_and_turn_floats(
-        *(own.data_ptr() for own in (x, *norms, cos.contiguous(), sin.contiguous(), out)),
-        *(rows, heads, shared, given > heads + shared, dim, eps),
-    )
-    return out
 
 
 def gated_gelu(x: Tensor) -> Tensor:

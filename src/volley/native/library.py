@@ -30,8 +30,6 @@ class ActivationStruct(Structure):
 _SIGNATURES: dict[str, list[object]] = {
     "rms_norm": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int64],
     "rms_norm_floats": [*[c_void_p] * 3, c_int64, c_int64, c_float],
-    "add_norm_floats": [*[c_void_p] * 4, c_int64, c_int64, c_float],
-    "norm_and_turn_floats": [*[c_void_p] * 6, *[c_int64] * 5, c_float],
     "gated_gelu_floats": [c_void_p, c_void_p, c_int64, c_int64],
     "norm_and_turn": [c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p],
     "gated": [c_void_p, c_void_p, c_int64, c_int64, c_void_p],

@@ -36,15 +36,6 @@ FOR_EACH_CPU static void norm_floats(const float *x, const float *weight, float 
     for (int64_t i = 0; i < size; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
 }
 
-/* Rotate one head in fp32 in place. */
-FOR_EACH_CPU static void turn_floats(float *x, const float *cos, const float *sin, int64_t half) {
-    for (int64_t i = 0; i < half; i++) {
-        float low = x[i], high = x[i + half];
-        x[i] = low * cos[i] - high * sin[i];
-        x[i + half] = high * cos[i + half] + low * sin[i + half];
-    }
-}
-
 FOR_EACH_CPU static void turn_head(bf16 *x, const float *cos, const float *sin, int64_t half, int64_t rounds) {
     for (int64_t i = 0; i < half; i++) {
         float low = widen(x[i]), high = widen(x[i + half]);
@@ -102,34 +93,6 @@ void rms_norm(const bf16 *x, int64_t stride, const float *weight, bf16 *out, int
 void rms_norm_floats(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for if (rows * size > FEW)
     for (int64_t row = 0; row < rows; row++) norm_floats(x + row * size, weight, out + row * size, size, eps);
-}
-
-/* Add the norm of x to ``before``, in fp32. */
-void add_norm_floats(const float *before, const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for if (rows * size > FEW)
-    for (int64_t row = 0; row < rows; row++) {
-        float *own = out + row * size;
-        norm_floats(x + row * size, weight, own, size, eps);
-        for (int64_t i = 0; i < size; i++) own[i] += before[row * size + i];
-    }
-}
-
-/* Norm and rotate heads x [rows, queries + keys (+ keys)] in fp32 -> out [rows, queries + 2 keys]: queries and keys by their
- * weights and by cos and sin [rows, dim]; values are normed without a weight. Values are the last heads of x, or its keys. */
-void norm_and_turn_floats(const float *x, const float *of_queries, const float *of_keys, const float *cos, const float *sin,
-                          float *out, int64_t rows, int64_t queries, int64_t keys, int64_t has_values, int64_t dim, float eps) {
-    int64_t turned = queries + keys, given = turned + (has_values ? keys : 0), values = has_values ? turned : queries;
-#pragma omp parallel for if (rows * given * dim > FEW)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * given * dim;
-        float *to = out + row * (turned + keys) * dim;
-        for (int64_t head = 0; head < turned; head++) {
-            norm_floats(from + head * dim, head < queries ? of_queries : of_keys, to + head * dim, dim, eps);
-            turn_floats(to + head * dim, cos + row * dim, sin + row * dim, dim / 2);
-        }
-        for (int64_t head = 0; head < keys; head++)
-            norm_floats(from + (values + head) * dim, 0, to + (turned + head) * dim, dim, eps);
-    }
 }
 
 /* Norm several heads, each separately or all as one. */

@@ -38,7 +38,8 @@ Event = dict[str, Any]
 RECENT = 2
 """Multiple of ``recalibrate_tokens``: a candidate learns from that many tokens of the newest answers, and as many of older
 ones."""
-BATCH_TOKENS = 512
+BATCH_TOKENS, BLOCKS = 512, 64
+"""Maximum tokens of a training step, and blocks of an answer in it."""
 EPOCHS = 10
 """Maximum epochs of a round, because few answers are soon memorised."""
 RANK = 16
@@ -231,6 +232,7 @@ class Recalibration:
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,
+            anchors_per_sequence=BLOCKS,
             max_length=LONGEST,
             epochs=EPOCHS,
             max_steps=config.recalibrate_steps,

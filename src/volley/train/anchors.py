@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 
-def draw_anchors(start: int, length: int, count: int, block_size: int, kind: str, seed: str) -> list[int]:
-    """Anchors, ascending, in a response at positions ``[start, length)``.
+def draw_anchors(start: int, length: int, count: int, seed: str) -> list[int]:
+    """Draw ``count`` distinct anchors, ascending, in a response at positions ``[start, length)``.
 
-    ``random``: ``count`` distinct positions; ``fixed``: the grid of uniformly divided blocks, at most ``count`` of them.
     The last position is no anchor: nothing follows it. The draw depends on ``seed`` alone.
     """
-    candidates = range(start, length - 1, 1 if kind == "random" else block_size)
+    candidates = range(start, length - 1)
     if len(candidates) <= count:
         return list(candidates)
     return sorted(random.Random(seed).sample(candidates, count))

@@ -5,15 +5,15 @@ tap, and the draft layers as copies of the target's last layers that have attent
 layers' norms, only the block's own states do: what is read of the context then outweighs the empty slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from volley.models.drafters.drafter import DraftAttention, Drafter, DraftMLP, RMSNorm
+from volley.models.drafters.drafter import DraftAttention, Drafter, DraftLayer, DraftMLP, RMSNorm
 from volley.models.targets.taps import decoder_layers
 
 Part = TypeVar("Part")
@@ -44,18 +44,25 @@ class Attention:
     def of(cls, layer: nn.Module, head_dim: int, heads: int) -> "Attention | None":
         """Those of a decoder layer; ``None`` where it has no softmax attention with such projections."""
         module = getattr(layer, "self_attn", None)
-        projections = None if module is None else _projections(module, head_dim, heads)
-        if module is None or projections is None:
+        found = None if module is None else _projections(module, head_dim, heads)
+        if module is None or found is None:
             return None
-        output = module.o_proj.weight.detach().float()
+        queries, keys, values = found
+        output = _matrix(module.o_proj)
         if output.shape[1] != heads * head_dim:
             return None
-        found = [norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm")]
-        query_norm, key_norm = (torch.full((head_dim,), SHARPNESS) if norm is None else norm for norm in found)
-        before = norm_scale(getattr(layer, "input_layernorm", None), len(output))
-        before = torch.ones(len(output)) if before is None else before
-        queries, keys, values = projections
-        return cls(queries, keys, values, output.unflatten(1, (heads, head_dim)), query_norm, key_norm, before)
+        sharp, width = torch.full((head_dim,), SHARPNESS), len(output)
+        of_queries, of_keys = (norm_scale(getattr(module, name, None), head_dim) for name in ("q_norm", "k_norm"))
+        before = norm_scale(getattr(layer, "input_layernorm", None), width)
+        return cls(
+            queries,
+            keys,
+            values,
+            output.view(width, heads, head_dim),
+            sharp if of_queries is None else of_queries,
+            sharp if of_keys is None else of_keys,
+            torch.ones(width) if before is None else before,
+        )
 
     def copy_to(self, own: DraftAttention) -> None:
         """Give ``own`` these matrices; of more or fewer heads those of the same place, none of another size."""
@@ -75,20 +82,25 @@ class Attention:
         own.k_norm.weight.copy_(self.key_norm)
 
 
-def _projections(module: nn.Module, head_dim: int, heads: int) -> list[Tensor] | None:
+def _matrix(layer: nn.Linear) -> Tensor:
+    return layer.weight.detach().to("cpu", torch.float32)
+
+
+def _projections(module: nn.Module, head_dim: int, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Queries, keys and values ``[heads, d, H]``; a gate beside the queries is left out."""
     if isinstance(together := getattr(module, "qkv_proj", None), nn.Linear):
         kv = (together.out_features - heads * head_dim) // 2
-        parts: list[Any] = list(torch.split(together.weight.detach().float(), [heads * head_dim, kv, kv]))
+        queries, keys, values = torch.split(_matrix(together), [heads * head_dim, kv, kv])
     elif all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in "qkvo"):
-        parts = [getattr(module, f"{name}_proj").weight.detach().float() for name in "qkv"]
+        queries, keys, values = (_matrix(getattr(module, f"{name}_proj")) for name in "qkv")
     else:
         return None
-    gated = len(parts[0]) == 2 * heads * head_dim  # each head's queries, then its gate
-    if len(parts[0]) != heads * head_dim * (1 + gated) or len(parts[1]) % head_dim or len(parts[1]) != len(parts[2]):
+    width = queries.shape[1]
+    is_gated = len(queries) == 2 * heads * head_dim  # each head's queries, then its gate
+    if len(queries) != heads * head_dim * (1 + is_gated) or len(keys) % head_dim or len(keys) != len(values):
         return None
-    queries = parts[0].unflatten(0, (heads, -1))[:, :head_dim]
-    return [queries, *(part.unflatten(0, (-1, head_dim)) for part in parts[1:])]
+    by_head = queries.view(heads, -1, width)[:, :head_dim]
+    return by_head, keys.view(-1, head_dim, width), values.view(-1, head_dim, width)
 
 
 @dataclass(frozen=True)
@@ -104,19 +116,19 @@ class MLP:
     def of(cls, layer: nn.Module) -> "MLP | None":
         """Those of a decoder layer; ``None`` for experts and for MLPs without a gate."""
         module = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
-        down = getattr(module, "down_proj", None)
-        if not isinstance(down, nn.Linear):
+        output = getattr(module, "down_proj", None)
+        if not isinstance(output, nn.Linear):
             return None
         if isinstance(together := getattr(module, "gate_up_proj", None), nn.Linear):
-            gate, up = together.weight.detach().float().chunk(2)
+            gate, up = _matrix(together).chunk(2)
         elif all(isinstance(getattr(module, name, None), nn.Linear) for name in ("gate_proj", "up_proj")):
-            gate, up = (getattr(module, name).weight.detach().float() for name in ("gate_proj", "up_proj"))
+            gate, up = (_matrix(getattr(module, name)) for name in ("gate_proj", "up_proj"))
         else:
             return None
         names = ("pre_feedforward_layernorm", "post_attention_layernorm")  # with the first, the second is of an output
         norms = [getattr(layer, name) for name in names if hasattr(layer, name)]
         scale = norm_scale(norms[0], gate.shape[1]) if norms and hasattr(layer, "input_layernorm") else None
-        return cls(gate, up, down.weight.detach().float(), torch.ones(gate.shape[1]) if scale is None else scale)
+        return cls(gate, up, _matrix(output), torch.ones(gate.shape[1]) if scale is None else scale)
 
     def copy_to(self, own: DraftMLP) -> None:
         """Give ``own`` these matrices: of a wider MLP the first neurons; those that this one lacks begin without a say."""
@@ -134,7 +146,7 @@ def norm_scale(norm: nn.Module | None, width: int) -> Tensor | None:
         return None
     probe = torch.ones_like(weight)
     probe[1::2] = -1  # of mean 0 and size 1, which every kind of norm leaves alone but for its scale
-    scale = (norm(probe[None])[0] / probe).detach().float()
+    scale = (norm(probe[None])[0] / probe).detach().to("cpu", torch.float32)
     return scale if bool(scale.isfinite().all()) else None
 
 
@@ -148,20 +160,23 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
     text, layers = target.config.get_text_config(), list(decoder_layers(target))
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or width // heads
-    attentions = [own for layer in layers if (own := Attention.of(layer, head_dim, heads)) is not None]
-    mlps = [mlp for layer in layers if (mlp := MLP.of(layer)) is not None]
-    drafted: list[Any] = list(drafter.layers)
-    for layer, attention in zip(drafted, _last(attentions, count), strict=bool(attentions)):
+    attentions = _last(layers, lambda layer: Attention.of(layer, head_dim, heads), count)
+    mlps, own = _last(layers, MLP.of, count), cast(Iterable[DraftLayer], drafter.layers)
+    for layer, attention in zip(own, attentions, strict=bool(attentions)):
         layer.input_layernorm.weight.copy_(attention.norm)
         attention.copy_to(layer.self_attn)
-    for layer, mlp in zip(drafted, _last(mlps, count), strict=bool(mlps)):
+    for layer, mlp in zip(own, mlps, strict=bool(mlps)):
         layer.post_attention_layernorm.weight.copy_(mlp.norm)
         mlp.copy_to(layer.mlp)
 
 
-def _last(found: Sequence[Part], count: int) -> list[Part]:
-    """The last ``count``; of fewer the first as often as it takes."""
-    return [*list(found[:1]) * (count - len(found)), *found[-count:]]
+def _last(layers: Iterable[nn.Module], read: Callable[[nn.Module], Part | None], count: int) -> list[Part]:
+    """What ``read`` finds in the last ``count`` layers that have it; of fewer the first as often as it takes."""
+    found: list[Part] = []
+    for layer in reversed(list(layers)):
+        if len(found) < count and (part := read(layer)) is not None:
+            found.insert(0, part)
+    return found[:1] * (count - len(found)) + found
 
 
 @torch.no_grad()

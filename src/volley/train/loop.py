@@ -100,7 +100,9 @@ class Trainer:
         documents = self.data.documents[:PROBED]
         drawn = [self.step_function.draw_anchors(document, index, 0) for index, document in enumerate(documents)]
         features = self.source(documents, range(len(documents)))
-        return self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
+        loss = self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
+        self.ranks.reshard(self.learner.model)
+        return loss
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""

@@ -30,7 +30,6 @@ SHAPE_OPTIONS = (
     "block_size",
     "num_layers",
     "taps",
-    "no_features",
     "intermediate_size",
     "num_heads",
     "num_kv_heads",
@@ -48,9 +47,8 @@ LONGEST = 8192
 """Tokens of a document in trainings that choose their batches themselves: what is longer than a batch is one of its own."""
 
 CHOICES = {
-    "anchors": ("random", "fixed"),
     "head": ("none", "residual", "markov"),
-    "loss_decay": ("decay", "uniform", "pace"),
+    "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
     "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
     "dtype": ("bfloat16", "float32"),
@@ -106,8 +104,6 @@ class TrainConfig:
     taps: int | str | tuple[int, ...] | None = None
     """How many target layers to tap, spread evenly from the second to the third-to-last (default 5), or their 0-based
     ids (``"1,9,17"``)."""
-    no_features: bool = False
-    """Ablation: the drafter sees the context's token embeddings instead of the target's features (Table 8)."""
     intermediate_size: int | None = None
     """Width of the draft MLPs; by default the target's."""
     num_heads: int | None = None
@@ -139,13 +135,11 @@ class TrainConfig:
     anchors_per_sequence: int | None = None
     """Blocks drawn from each response in each epoch, at most. By default 64, and where features are kept as many as predict each
     token of a response about once."""
-    anchors: str = "random"
-    """``random`` anchors in each epoch, or the ``fixed`` grid of uniformly divided blocks (Table 9)."""
     reveal: float = 0.0
     """Share of the blocks in which a random number of slots hold their true tokens, as later denoising passes see them. Give
     it for a drafter that is to draft in several passes."""
     loss_decay: str | None = None
-    """``decay`` weighs slot k by exp(−(k−1)/γ), ``uniform`` all alike (Fig. 5), ``pace`` by how much of the expected length hangs
+    """``decay`` weighs slot k by exp(−(k−1)/γ), ``pace`` by how much of the expected length hangs
     on it (D-PACE): the default, where nothing is revealed."""
     gamma: float | None = None
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
@@ -222,11 +216,9 @@ class TrainConfig:
             raise ConfigError(
                 "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
             )
-        if self.no_features and self.taps is not None:
-            raise ConfigError("no_features and taps exclude each other; drop one of the two")
         if (self.feature_server is None) != (self.feature_dir is None):
             raise ConfigError("feature_server records in feature_dir; give both or neither")
-        if self.feature_server is not None and self.no_features:
+        if self.feature_server is not None and self.taps == (-1,):
             raise ConfigError("a drafter without features needs no feature_server; leave it out")
         if self.lora_rank is not None:
             self._check_adapter()

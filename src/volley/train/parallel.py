@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import nn
 
 from volley.errors import ConfigError
 from volley.memory.device import usable_device
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
 
@@ -46,6 +49,11 @@ class Ranks:
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(model)
+
+    def reshard(self, model: nn.Module) -> None:
+        """Give each process its part of the weights again, which a pass without gradients leaves whole."""
+        if self.sharded:
+            cast("FSDPModule", model).reshard()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up gradients over all processes in one exchange; sharded ones already come averaged."""

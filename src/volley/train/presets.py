@@ -58,7 +58,7 @@ SMALL, SMALL_BLOCK, SMALL_LAYERS = 1024, 8, 2
 
 
 @dataclass(frozen=True)
-class Likeness:
+class Dimensions:
     """What a preset follows from."""
 
     model_type: str
@@ -68,7 +68,7 @@ class Likeness:
     """Of the target's MLP; three widths where it has experts."""
 
     @classmethod
-    def of(cls, config: Any) -> "Likeness":
+    def of(cls, config: Any) -> "Dimensions":
         """Of a transformers config."""
         text = config.get_text_config()
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
@@ -77,15 +77,15 @@ class Likeness:
 
 
 TARGETS = {
-    "smollm2-135m": Likeness("llama", 30, 576, 1536),
-    "qwen2.5-coder-0.5b": Likeness("qwen2", 24, 896, 4864),
-    "qwen3-4b": Likeness("qwen3", 36, 2560, 9728),
-    "qwen3-8b": Likeness("qwen3", 36, 4096, 12288),
-    "qwen3-coder-30b": Likeness("qwen3_moe", 48, 2048, 6144),
-    "llama-3.1-8b": Likeness("llama", 32, 4096, 14336),
-    "nemotron-8b": Likeness("llama", 32, 4096, 14336),
-    "deepseek-r1-14b": Likeness("qwen2", 48, 5120, 13824),
-    "gpt-oss-20b": Likeness("gpt_oss", 24, 2880, 8640),
+    "smollm2-135m": Dimensions("llama", 30, 576, 1536),
+    "qwen2.5-coder-0.5b": Dimensions("qwen2", 24, 896, 4864),
+    "qwen3-4b": Dimensions("qwen3", 36, 2560, 9728),
+    "qwen3-8b": Dimensions("qwen3", 36, 4096, 12288),
+    "qwen3-coder-30b": Dimensions("qwen3_moe", 48, 2048, 6144),
+    "llama-3.1-8b": Dimensions("llama", 32, 4096, 14336),
+    "nemotron-8b": Dimensions("llama", 32, 4096, 14336),
+    "deepseek-r1-14b": Dimensions("qwen2", 48, 5120, 13824),
+    "gpt-oss-20b": Dimensions("gpt_oss", 24, 2880, 8640),
 }
 """Targets that have a preset by name."""
 
@@ -118,7 +118,7 @@ def family_of(model_type: str) -> Family:
     return next((family for family in FAMILIES if model_type in family.model_types), _OTHER)
 
 
-def preset_of(shape: Likeness) -> Preset:
+def preset_of(shape: Dimensions) -> Preset:
     """The preset of a target of this shape: a sixth of its layers, at most the family's number."""
     family, depth, width = family_of(shape.model_type), shape.num_layers, shape.width
     is_small, is_narrow = width < SMALL, width <= NARROW
@@ -136,7 +136,7 @@ def preset_of(shape: Likeness) -> Preset:
 
 def preset_for(config: Any) -> Preset:
     """The preset of a transformers config."""
-    return preset_of(Likeness.of(config))
+    return preset_of(Dimensions.of(config))
 
 
 def preset_named(name: str) -> Preset:
@@ -183,6 +183,5 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
         "max_length": LONGEST if config.tokens_per_batch is None else None,
     }
     if config.lora_rank is None and not config.keep_shape:
-        values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size")}
-        values["taps"] = None if config.no_features else preset.taps
+        values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size", "taps")}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})

@@ -84,7 +84,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         num_target_layers=num_layers,
         block_size=filled(config.block_size),
         mask_token_id=mask_token_id,
-        target_layer_ids=(-1,) if config.no_features else choose_taps(parse_taps(config.taps), num_layers),
+        target_layer_ids=choose_taps(parse_taps(config.taps), num_layers),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta") or 10_000.0),
         max_position_embeddings=text.max_position_embeddings,

@@ -122,7 +122,7 @@ class StepFunction:
         """Anchors of the document with that index in the data: a function of seed, epoch and index alone."""
         config, seed = self.config, f"{self.config.seed}/{epoch}/{index}"
         start, length, count = document.response_start, len(document), filled(config.anchors_per_sequence)
-        return draw_anchors(start, length, count, self.block_size, config.anchors, seed)
+        return draw_anchors(start, length, count, seed)
 
     def draw_reveals(self, anchors: Sequence[int], index: int, epoch: int) -> Tensor | None:
         """Which slots of the blocks at ``anchors`` of that document hold their true token; ``None``: none in this run."""

@@ -57,7 +57,7 @@ def test_nothing_is_held_twice() -> None:
     assert all(torch.equal(weight, saved[name]) for name, weight in model.state_dict().items())
     changed = model.model.layers[1].forward.joined.weights
     attention.q_proj.weight.zero_()
-    assert not changed.project[0][: len(attention.q_proj.weight)].any()
+    assert not changed.project.weight[: len(attention.q_proj.weight)].any()
 
 
 @pytest.mark.parametrize("biased", [False, True])

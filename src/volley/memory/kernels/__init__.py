@@ -14,12 +14,6 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def multiplies_float8(device: torch.device) -> bool:
-    """Return True if ``device`` supports matmul with e4m3 weights: kernels run there, and it multiplies bf16 (Ampere and
-    later)."""
-    return usable(device) and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def attention_for(device: torch.device) -> Attention:
     """Return the fastest attention on ``device``."""
     if usable(device):

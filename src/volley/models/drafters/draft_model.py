@@ -183,7 +183,7 @@ class DraftModel:
 
 
 def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
-    """Load a drafter for ``target``, on its device and in its dtype, with ``weights`` quantised for a CPU, or in fp8 for a GPU.
+    """Load a drafter for ``target``, on its device and in its dtype, with ``weights`` in a format for this CPU.
 
     An already loaded drafter keeps bf16 weights and drafts all tokens; other ``weights`` then raise ConfigError.
     """
@@ -201,7 +201,6 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         del checkpoint  # it holds another reference to the weights
         if drafter.lm_head is None and drafter.config.eagle is None and pays(head):
             assert isinstance(head, native.Product)
-            assert kind != "fp8"
             stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
             drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:

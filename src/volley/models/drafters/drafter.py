@@ -6,7 +6,7 @@ cached (K/V injection, DFlash §4.1). Embedding and head are the target's unless
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -36,12 +36,12 @@ from volley.models.drafters.heads import (
 from volley.models.layers.accelerate import accelerate, release_weight, share
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
-from volley.models.layers.joined import JoinedProduct, JoinedWeights, Matrix
-from volley.models.layers.products import Float8Product, is_linear, recoded_head
+from volley.models.layers.joined import JoinedWeights
+from volley.models.layers.products import recoded_head
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
 from volley.models.targets.loading import drafter_path
-from volley.native import DraftWeights, Product
+from volley.native import Product, Weights
 from volley.native.decoder import LayerShape, LayerWeights
 from volley.tensors import check_weights, save_tensors
 
@@ -153,7 +153,7 @@ class DraftLayer(nn.Module):
         self.mlp = DraftMLP(config)
         self.attention_conv, self.mlp_conv = _make_convolution(config), _make_convolution(config)
 
-    def take(self, products: LayerWeights[Product] | LayerWeights[JoinedProduct]) -> None:
+    def take(self, products: LayerWeights[Product]) -> None:
         """Compute with these linear kernels, so that all ways to run the layer share one copy of the weights."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
@@ -259,25 +259,17 @@ class Drafter(nn.Module):
         """Layers with joined projections, set by :meth:`fuse` on a GPU."""
         self.own_head: Projection | None = None
         """The target's head, quantised or reduced to frequent tokens, if drafts come from that."""
-        self.float8: list[Float8Product] = []
-        """fp8 kernels that replace the linear layers and the target's head."""
         self.joined_kv: JoinedKV | None = None
         """Joined K/V projections for injection, made before the layers' weights are released."""
         self.register_state_dict_post_hook(_read_again)  # type: ignore[no-untyped-call]
 
-    def fuse(
-        self, weights: DraftWeights = "bf16", head: Tensor | Product | None = None, *, release: bool = False
-    ) -> None:
+    def fuse(self, weights: Weights = "bf16", head: Tensor | Product | None = None, *, release: bool = False) -> None:
         """Run the drafter on this machine's fast kernels; it must not be trained afterwards.
 
         If ``weights`` are quantised, the target's ``head [V, H]`` is quantised too, or shared if it already is. ``release`` frees
         the CPU weights that kernels have copies of; ``joined_kv`` must exist then. ``state_dict`` reads them from the drafter's
         folder again, for an adapter or a fingerprint.
         """
-        if weights == "fp8":
-            assert not isinstance(head, Product), "a GPU's head is a tensor"
-            self._take_float8(head)
-            return
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = recoded_head(head, weights)
         layers, files = list(self._layers()), MappedFiles()
@@ -300,39 +292,15 @@ class Drafter(nn.Module):
             for part in (self.fc, self.layers, *([] if self.lm_head is None else [self.lm_head])):
                 _release(part, files)
 
-    def join(self, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of) -> None:
-        """Join the projections of each layer; with :class:`Matrix` the layer's own weights become views of the joined ones."""
+    def join(self) -> None:
+        """Join the projections of each layer; the layer's own weights become views of the joined ones."""
         options = AttentionOptions(self.config.head_dim**-0.5)
-        self.joined = [JoinedWeights(layer, layer_shape(layer, options), join) for layer in self._layers()]
+        self.joined = [JoinedWeights(layer, layer_shape(layer, options)) for layer in self._layers()]
 
     @property
     def _has_plain_layers(self) -> bool:
         """Return whether the layers compute like Qwen3's: no convolutions, and inputs of one width."""
         return self.config.conv_kernel_size is None and self.config.eagle is None
-
-    def _take_float8(self, head: Tensor | None) -> None:
-        """Quantise the linear layers and the target's ``head [V, H]`` to e4m3; a sequential head stays as it is.
-
-        The layers' own weights move to the CPU for adapters and fingerprints.
-        """
-
-        def make(layers: Sequence[nn.Linear]) -> Float8Product:
-            self.float8.append(Float8Product.of(layers))
-            return self.float8[-1]
-
-        if head is not None and self.lm_head is None:
-            self.own_head = Float8Product(head)
-            self.float8.append(self.own_head)
-        if self._has_plain_layers:
-            self.join(make)
-            for layer, joined in zip(self._layers(), self.joined, strict=True):
-                layer.take(joined.weights)
-        for name, module in self.named_modules():
-            if not isinstance(module, nn.Linear) or name.startswith(("head.", "confidence_head.")):
-                continue
-            if is_linear(module):
-                module.forward = make([module])  # type: ignore[method-assign, assignment]
-            module.weight = nn.Parameter(module.weight.cpu(), requires_grad=False)
 
     @property
     def drafted(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from volley.memory import kernels
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.models.drafters.drafter import Drafter, DraftLayer, JoinedKV, rotate
 from volley.models.layers.accelerate import packing_pays
-from volley.models.layers.products import Float8Product, make_product
+from volley.models.layers.products import make_product
 
 _TOKENS_AT_ONCE = 256  # bounds the temporary K/V beside the store
 
@@ -26,8 +26,6 @@ def join_kv(drafter: Drafter) -> JoinedKV:
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
     bias = torch.cat(biases) if biases else None
     norms = torch.stack([attention.k_norm.weight.detach() for attention in attentions])
-    if drafter.float8:
-        return Float8Product(weight.to(drafter.norm.weight.device), bias), norms
     return make_product(weight, bias) if packing_pays(weight) else lambda x: linear(x, weight, bias), norms
 
 

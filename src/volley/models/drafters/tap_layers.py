@@ -9,7 +9,7 @@ def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] 
     """Parse taps: ``"5"`` is a count, ``"1,9,17"`` are layer ids."""
     if taps is None or isinstance(taps, int):
         if taps is not None and taps < 1:
-            raise ConfigError(f"taps is {taps}; tap at least one layer, or use no_features for a drafter without")
+            raise ConfigError(f"taps is {taps}; tap at least one layer")
         return taps
     if isinstance(taps, str):
         try:

@@ -26,7 +26,6 @@ from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotar
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
-    Float8Product,
     Product,
     codes_of,
     has_bf16_products,
@@ -174,13 +173,8 @@ def _is_plain(layer: object) -> bool:
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights, including those in replaced layers.
 
-    A drafter may hold weights twice; all copies count. With fp8 the originals do not count, because they are in the CPU's memory.
+    A drafter may hold weights twice; all copies count.
     """
-    coded: list[Float8Product] = getattr(model, "float8", [])
-    if coded:
-        device = model.get_parameter("norm.weight").device
-        held = sum(weight.nbytes for weight in model.parameters() if weight.device == device)
-        return held + sum(product.nbytes for product in coded)
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     return held + sum(product.nbytes for product in _products(model))
 

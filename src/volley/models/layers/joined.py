@@ -4,8 +4,9 @@ Projections of one input are one matrix, and the layer's own weights are views o
 ``memory/rows.py`` has the operations between the matmuls.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,8 @@ from volley.models.layers.fused import Cosines, LayerForward, Recognised, layer_
 from volley.native.decoder import LayerShape
 
 
-class JoinedProduct(Protocol):
-    """Matmul with the weights of one or several linear layers."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``[T, out]`` of ``x [T, in]``."""
-
-    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
-        """Add the result for ``x [T, in]`` to ``states [T, out]`` in place."""
-
-
-class Matrix(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Matrix:
     """Joined weight and bias of several layers; the layers' own become views of them."""
 
     weight: Tensor
@@ -59,10 +51,8 @@ class Matrix(NamedTuple):
 class JoinedWeights:
     """Weights of one layer, and its computation before and after attention."""
 
-    def __init__(
-        self, layer: Any, shape: LayerShape, join: Callable[[Sequence[nn.Linear]], JoinedProduct] = Matrix.of
-    ) -> None:
-        self.shape, self.weights = shape, layer_weights(layer, join)
+    def __init__(self, layer: Any, shape: LayerShape) -> None:
+        self.shape, self.weights = shape, layer_weights(layer, Matrix.of)
         before, behind = self.weights.before_attention, self.weights.before_mlp
         assert before is not None
         assert behind is not None

@@ -1,7 +1,7 @@
-"""Matmuls with fixed weights: bf16, int8 or int4 on a CPU, packed once for the machine, and e4m3 on a GPU."""
+"""Matmuls with fixed weights on a CPU: bf16, int8 or int4, packed once for the machine."""
 
 from collections.abc import Callable, Sequence
-from typing import Self, TypeGuard, get_args
+from typing import TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,8 @@ from torch.nn.functional import linear
 
 from volley import native
 from volley.errors import ConfigError, unknown_key
-from volley.memory import float8, kernels
 from volley.models.layers.residency import MappedFiles, StackedRows
-from volley.native import DraftWeights, WantedDraftWeights, Weights
+from volley.native import WantedDraftWeights, Weights
 from volley.native.formats import CodeSource, stacked
 
 Product = Callable[[Tensor], Tensor]
@@ -39,35 +38,22 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
 
 def choose_draft_weights(
     weights: WantedDraftWeights, head: Tensor | native.Product, device: torch.device, dtype: torch.dtype
-) -> DraftWeights:
+) -> Weights:
     """Return the format of a drafter's weights beside a target's ``head [V, H]``; refuse one that no kernel here supports.
 
     "auto" takes the target's format if that is quantised, so both share the head. Beside a bf16 target it is int8 if the CPU
     has fast integer dot products. With AVX2 alone, and on a GPU, it is bf16.
     """
     if weights != "auto":
-        check_draft_weights(weights, device, dtype)
+        if weights not in get_args(Weights):
+            raise unknown_key("kind of draft weights", str(weights), ("auto", *get_args(Weights)))
+        check_weights(weights, device, dtype)
         return weights
     if not native.available or device.type != "cpu" or dtype != torch.bfloat16:
         return "bf16"
     if isinstance(head, native.Product) and head.kind != "bf16":
         return head.kind
     return "int8" if native.has_dot_products else "bf16"
-
-
-def check_draft_weights(weights: DraftWeights, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse quantised drafter weights that no kernel here supports."""
-    if weights != "fp8":
-        if weights not in get_args(Weights):
-            raise unknown_key("kind of draft weights", str(weights), ("auto", *get_args(DraftWeights)))
-        check_weights(weights, device, dtype)
-    elif dtype != torch.bfloat16:
-        raise ConfigError("draft_weights='fp8' are codes of bf16 weights; load the model with dtype bf16")
-    elif not kernels.multiplies_float8(device):
-        raise ConfigError(
-            "draft_weights='fp8' needs Triton and an NVIDIA GPU of compute capability 8.0 or later (Ampere); use 'bf16' on an "
-            "older one, and 'int8' or 'bf16' on a CPU"
-        )
 
 
 StoredCodes = list[tuple[CodeSource, int]]
@@ -132,29 +118,3 @@ def recoded_head(head: Tensor | native.Product, weights: Weights) -> native.Prod
         fits = head.inputs % native.GROUP == 0
         return native.Product(head, None, weights) if fits and head.kind != weights else None
     return native.Product(head, None, weights) if native.fits(head, weights) else None
-
-
-class Float8Product:
-    """Matmul ``x @ weight.T + bias`` for ``weight [out, in]`` quantised to e4m3 with an fp32 scale for each output."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight, self._bias = float8.quantise(weight), bias
-
-    @classmethod
-    def of(cls, layers: Sequence[nn.Linear]) -> Self:
-        """Make one matmul of several layers that read the same input."""
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        return cls(torch.cat([layer.weight.detach() for layer in layers]), torch.cat(biases) if biases else None)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``[..., out]`` of ``x [..., in]``."""
-        output = float8.product(x, self._weight)
-        return output if self._bias is None else output + self._bias
-
-    def add_to(self, states: Tensor, x: Tensor) -> Tensor:
-        """Add the result for ``x [T, in]`` to ``states [T, out]`` in place."""
-        return states.add_(self(x))

@@ -23,7 +23,6 @@ from volley.memory.kv_store import KVStore
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.upload import upload
 from volley.models.layers.accelerate import accelerate
-from volley.models.layers.short import shorten
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.block_diffusion import BlockDiffusion
@@ -204,7 +203,6 @@ class DiffusionGemma(Target):
         whole.decoder.layers = nn.ModuleList()  # the encoder's layers serve both, and the decoder may hold copies
         whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused
         accelerate(model, release=True)
-        shorten(whole.encoder.language_model, whole.decoder)
         return target
 
 
