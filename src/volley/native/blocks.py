@@ -34,7 +34,7 @@ def reads(kind: str) -> bool:
 
 def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     """Decode ``blocks [..., bytes]`` to numbers ``[..., in]``, in one of :data:`DTYPES`."""
-    assert dtype in DTYPES, f"nothing is decoded to {dtype}"
+    assert dtype in DTYPES, f"blocks cannot be decoded to {dtype}"
     numbers = torch.empty(*blocks.shape[:-1], _inputs(kind, blocks), dtype=dtype)
     places = (numbers.data_ptr(), None) if dtype == torch.float32 else (None, numbers.data_ptr())
     functions().decode_blocks(*_of(kind, blocks), *places)

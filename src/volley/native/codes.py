@@ -77,7 +77,7 @@ def put_rows(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
     """Pack rows of a weight, or their codes, into blocks ``to``."""
     rows = (part.codes if isinstance(part, Codes) else part).contiguous()
     outputs, inputs = rows.shape
-    assert inputs % (2 if of.name == "bf16" else of.inputs) == 0, f"{inputs} inputs are no whole groups"
+    assert inputs % (2 if of.name == "bf16" else of.inputs) == 0, f"{inputs} inputs do not fill whole groups"
     assert len(to.codes) == -(-outputs // BLOCK), f"{outputs} rows are not for {len(to.codes)} blocks"
     if isinstance(part, Codes):
         functions().put_codes(NUMBERS[of.name], rows.data_ptr(), outputs, inputs, to.codes.data_ptr())
@@ -115,7 +115,7 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _put_scales(part: Codes, to: LaidOut) -> None:
-    assert to.scales is not None, "there is room for scales"
+    assert to.scales is not None, "the format has scales"
     scales, least, factors = (None if one is None else _padded(one) for one in part[2:])
     assert scales is not None
     to.scales[:] = packed_scales(Codes(part.format, part.codes, scales, least, factors))

@@ -28,7 +28,7 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
     if weights not in get_args(Weights):
         raise unknown_key("kind of weights", str(weights), get_args(Weights))
     if weights != "bf16" and dtype != torch.bfloat16:
-        raise ConfigError(f"weights={weights!r} are codes of bf16 weights; load the model with dtype bf16")
+        raise ConfigError(f"weights={weights!r} quantises bf16 weights; load the model with dtype bf16")
     if weights != "bf16" and not (native.available and device.type == "cpu"):
         raise ConfigError(
             f"weights={weights!r} needs an x86-64 CPU with AVX2, and volley's kernels, which are built when it is "

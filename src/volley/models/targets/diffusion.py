@@ -83,7 +83,7 @@ def _check_divisible(path: str | Path) -> None:
     _, kind = read_kind(path)
     if family_of(kind) is not None:
         raise UnsupportedModelError(
-            f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
+            f"{path} is a {kind} model, which tensor_parallel does not support; leave tensor_parallel out"
         )
 
 

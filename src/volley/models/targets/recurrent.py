@@ -193,7 +193,7 @@ class LayoutProbe:
         if len(self._convolutions) != len(recurrent) or len(self._rules) != len(with_rule):
             raise UnsupportedModelError(
                 f"{len(recurrent)} recurrent layers called {len(self._convolutions)} convolutions "
-                f"and {len(self._rules)} rules that volley knows, so that some states are beyond its reach; "
+                f"and {len(self._rules)} rules that volley knows, so volley cannot keep all of their states; "
                 "use a target whose layers are all attention"
             )
         return RecurrentLayout(tuple(self._convolutions), tuple(self._rules))

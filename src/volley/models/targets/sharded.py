@@ -250,7 +250,7 @@ class ShardedTarget(Target):
     def _check_running(self, *_: Any) -> None:
         if not self._is_running:
             raise ConfigError(
-                "this computes with the target on rank 0 alone, which has a part of it; use it without tensor_parallel"
+                "this computes with the target on rank 0 alone, which holds only a part of it; use it without tensor_parallel"
             )
 
 

@@ -50,7 +50,7 @@ class Taps:
             if states.dim() > 3:
                 raise UnsupportedModelError(
                     "a layer of this target has several streams of states (Gemma 3n), so no drafter can read them; leave "
-                    "the drafter out, and drafts are copied from the text"
+                    "the drafter out; volley then drafts by prompt lookup"
                 )
             self._states[index] = states
 

@@ -88,7 +88,7 @@ def _volley_attention(
         )
     if attention_mask is not None:  # transformers makes none for this function
         raise UnsupportedModelError(
-            f"{type(module).__name__} gives attention a mask of its own, which volley would leave out. Use another target"
+            f"{type(module).__name__} gives attention a mask of its own, which volley would ignore. Use another target"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
