@@ -1,4 +1,4 @@
-"""What a folder with a drafter or a target is, and what is wrong with it, from its config and the headers of its weight files."""
+"""Diagnosis of a folder with a drafter or a target, from its config and the headers of its weight files."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -43,12 +43,12 @@ from volley.models.targets.target import check_config
 class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it, such as ``BF16``."""
+    """Name in safetensors, such as ``BF16``."""
 
 
 @dataclass
 class Diagnosis:
-    """Facts by name, and problems; a checkpoint without problems loads and fits."""
+    """Facts by name, and problems; a checkpoint without problems loads and fits its target."""
 
     title: str = "no drafter that volley can read"
     facts: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Diagnosis:
 
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
-    """Look at a checkpoint as a whole, and at whether it fits ``target``; every problem is a line, none is raised."""
+    """Check a checkpoint as a whole, and whether it fits ``target``; every problem is a line, none is raised."""
     found, path = Diagnosis(), drafter_folder(Path(find_target(path)))
     config: DrafterConfig | None = None
     if is_gguf(path):
@@ -89,7 +89,7 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
 
 
 def is_target(raw: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is that of a language model, and of no drafter."""
+    """Return whether a ``config.json`` is that of a language model, not of a drafter."""
     named = raw.get("architectures")
     kinds = [str(kind) for kind in named] if isinstance(named, list) else []
     ends = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForBlockDiffusion")
@@ -102,13 +102,13 @@ def is_target(raw: Mapping[str, Any]) -> bool:
 
 
 def holds_target(path: str | Path) -> bool:
-    """Whether a folder, GGUF file or hub name is that of a language model, and of no drafter."""
+    """Return whether a folder, GGUF file or hub name is that of a language model, not of a drafter."""
     folder = drafter_folder(drafter_path(find_target(path)))
     return _is_gguf_target(folder) if is_gguf(folder) else is_target(read_json(folder / "config.json"))
 
 
 def _is_gguf_target(path: Path) -> bool:
-    """Return whether the file is no drafter's. A file that cannot be opened counts as one, whose diagnosis says why."""
+    """Return whether the file is not a drafter's. A file that cannot be opened counts as a drafter, whose diagnosis says why."""
     try:
         return GGUFFile(path).architecture not in _DRAFTERS
     except VolleyError:
@@ -184,7 +184,7 @@ def _diagnose_gguf(path: Path, target: str | None) -> Diagnosis:
 
 
 def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
-    """Shapes by volley's names. Opening a file checks its length against its header."""
+    """Read shapes by volley's names. Opening a file checks its length against its header."""
     tensors: dict[str, StoredTensor] = {}
     try:
         files = weight_files(path)

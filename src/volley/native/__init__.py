@@ -1,9 +1,9 @@
-"""Kernels in C for bf16 models on a CPU: the library, its products and what lies between them.
+"""C kernels for bf16 models on a CPU: the library, its matmuls and its other operations.
 
-The library is built when the package is installed, where there is a C compiler, and its products need a CPU with AVX2
-(AVX512-BF16 and AMX are faster). Where either is missing :data:`available` is false and the model runs on PyTorch's operations;
-masks over logits, recurrent states, noise and what is in fp32 (norms, gates, rotary embeddings) need no such CPU.
-A row's result depends on that row alone, to the bit. The threads are PyTorch's own.
+The library is built when the package is installed, if there is a C compiler. Its matmuls need a CPU with AVX2; AVX512-BF16 and
+AMX are faster. If either is missing, :data:`available` is false and the model runs on PyTorch's operations. Masks over logits,
+recurrent states, noise and the fp32 operations (norms, gates, rotary embeddings) run on any CPU. Results are batch-invariant: a
+row's result depends on that row alone, to the bit. The kernels use PyTorch's threads.
 """
 
 import math
@@ -32,20 +32,20 @@ from volley.native.library import load as load
 from volley.native.library import pointer as pointer
 
 TargetWeights = Literal["auto", Weights]
-"""``auto``: codes for a GGUF file of codes where the kernels run, and bf16 otherwise."""
+"""Formats of a target's weights. ``auto``: quantised for a quantised GGUF file if the kernels run here, bf16 otherwise."""
 WantedDraftWeights = Literal["auto", Weights]
-"""``auto``: what is read fastest where the target's weights are what they are (``models/layers/products.py``)."""
+"""Formats of a drafter's weights. ``auto``: the fastest one beside the target's weights (``models/layers/products.py``)."""
 _ACTIVATIONS = ("silu", "gelu", "clamped")  # as the kernels number them
 
 
 class Activation(NamedTuple):
-    """What the gates of an MLP go through; GELU by its tanh."""
+    """Activation of a gated MLP; GELU in its tanh form."""
 
     name: Literal["silu", "gelu", "clamped"]
-    """``clamped`` is gpt-oss's: ``gate · sigmoid(alpha · gate) · (1 + up)``."""
+    """Name of the function; ``clamped`` is gpt-oss's: ``gate · sigmoid(alpha · gate) · (1 + up)``."""
     alpha: float = 1.0
     limit: float = math.inf
-    """The most that a clamped gate is, and how far from 0 what it gates."""
+    """Upper bound of a clamped gate, and bound of the magnitude of ``up``."""
 
     @property
     def struct(self) -> ActivationStruct:
@@ -59,9 +59,10 @@ SILU, GELU = Activation("silu"), Activation("gelu")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, rounds: bool = True) -> Tensor:
-    """``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``; of bf16 the weight may be in fp32.
+    """Return ``weight [H] · x / rms(x)`` of contiguous ``x [..., H]``; for bf16 ``x`` the weight may be in fp32.
 
-    bf16 is rounded before the weight, too, unless ``rounds`` is false. In fp32 the weight may be left out, and any CPU will do.
+    bf16 is also rounded before the multiplication by the weight, unless ``rounds`` is false. In fp32 the weight may be ``None``,
+    and any CPU suffices.
     """
     out = torch.empty_like(x)
     size = x.shape[-1]
@@ -77,9 +78,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, rounds: bool = Tru
 
 
 class Turns:
-    """A rotary embedding of tokens by cosines and sines ``[T, width]`` in the half-split layout.
+    """Rotary embedding of tokens by cosines and sines ``[T, width]`` in the half-split layout.
 
-    It turns the first ``width`` numbers of a head. Products are rounded to bf16 if cosines and sines are.
+    It rotates the first ``width`` numbers of a head. Products are rounded to bf16 if cosines and sines are bf16.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -97,7 +98,7 @@ def norm_and_turn(
     *,
     rounds: bool = True,
 ) -> None:
-    """Norm and turn, in place, the first ``heads`` and the next ``shared`` heads of ``x [T, more, d]``.
+    """Norm and rotate in place the first ``heads`` and the next ``shared`` heads of ``x [T, more, d]``.
 
     ``norms`` are the weights of queries and keys: ``[d]`` for each head, or ``[heads · d]`` and ``[shared · d]`` for all as one.
     """
@@ -112,21 +113,21 @@ def norm_and_turn(
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """``gelu(gate) · up [T, I]`` of both side by side, contiguous ``x [T, 2 · I]`` in fp32; GELU by its tanh."""
+    """Return ``gelu(gate) · up [T, I]`` of contiguous ``x = [gate, up] [T, 2 · I]`` in fp32; GELU in its tanh form."""
     out = x.new_empty(len(x), x.shape[1] // 2)
     functions().gated_gelu_floats(x.data_ptr(), out.data_ptr(), len(x), out.shape[1])
     return out
 
 
 def gated(x: Tensor, activation: Activation) -> Tensor:
-    """``activation(gate) · up [T, I]`` of both side by side, ``x [T, 2 · I]``."""
+    """Return ``activation(gate) · up [T, I]`` of ``x = [gate, up] [T, 2 · I]``."""
     out = x.new_empty(len(x), x.shape[1] // 2)
     functions().gated(x.data_ptr(), out.data_ptr(), len(x), out.shape[1], byref(activation.struct))
     return out
 
 
 def cap(x: Tensor, most: float) -> None:
-    """Put ``most · tanh(x / most)`` in place of contiguous ``x [T, V]`` in bf16, each step rounded."""
+    """Replace contiguous ``x [T, V]`` in bf16 by ``most · tanh(x / most)``, each step rounded."""
     functions().cap(x.data_ptr(), *x.shape, most)
 
 
@@ -134,12 +135,12 @@ def cap(x: Tensor, most: float) -> None:
 
 
 def fits(weight: Tensor, kind: Weights, inputs: int = GROUP) -> bool:
-    """Whether the products take a weight ``[out, in]``, in codes whose formats want multiples of ``inputs``."""
+    """Return whether the matmul kernels support a weight ``[out, in]``, in a format that needs a multiple of ``inputs``."""
     return available and weight.dtype == torch.bfloat16 and weight.shape[1] % (32 if kind == "bf16" else inputs) == 0
 
 
 class _ProductPart(NamedTuple):
-    """Outputs of a product whose weights are of one format."""
+    """Outputs of a matmul whose weights have one format."""
 
     format: Format
     blocks: LaidOut
@@ -147,11 +148,11 @@ class _ProductPart(NamedTuple):
 
 
 class Product:
-    """``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, of which it holds a copy laid out anew.
+    """Matmul ``x @ weight.T + bias`` for ``weight [out, in]`` and ``bias [out]`` in bf16, with a packed copy of the weight.
 
-    int8 has a scale for every output, int4 one for every 64 inputs of an output. Both meet inputs in int8 that have a scale
-    for every 64 inputs of a row. Stored codes have groups of their own, of weights and inputs alike; several formats may lie
-    one below the other.
+    int8 has a scale for each output, int4 one for every 64 inputs of an output. With both, inputs are quantised to int8 with a
+    scale for every 64 inputs of a row. Stored codes have their own group size, for weights and inputs. A weight may consist of
+    parts in several formats, stacked.
     """
 
     def __init__(
@@ -161,11 +162,11 @@ class Product:
         kind: Weights,
         stored: Sequence[tuple[CodeSource, int]] = (),
     ) -> None:
-        """``stored`` are codes that the weight is already in, with the outputs of each; otherwise it is rounded to ``kind``."""
+        """Pack ``stored`` codes of the weight, given with the outputs of each, or else quantise the weight to ``kind``."""
         outputs, inputs = map(int, weight.shape)
         found = []
         for codes, size in stored:
-            shape = torch.empty(size, inputs, device="meta")  # all that is read of a weight that has codes
+            shape = torch.empty(size, inputs, device="meta")  # with stored codes only the shape is needed
             found.append(_ProductPart(codes.format, lay_out(shape, codes.format, codes), size))
         if not stored:
             found.append(_ProductPart(FORMATS[kind], lay_out(weight, FORMATS[kind]), outputs))
@@ -194,12 +195,12 @@ class Product:
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Formats of its weights, from the first outputs on."""
+        """Formats of its parts, in the order of outputs."""
         return tuple(part.format for part in self._parts)
 
     @property
     def kind(self) -> Weights:
-        """Kind that most of its weights are."""
+        """Format of its largest part."""
         return max(self._parts, key=lambda part: part.outputs).format.weights
 
     @property
@@ -207,7 +208,7 @@ class Product:
         return sum(tensor.nbytes for part in self._parts for tensor in part.blocks if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
+        """Return ``[T, out]`` of ``x [T, in]`` in bf16; leading dimensions stay."""
         assert x.dtype == torch.bfloat16, f"products take bf16, not {x.dtype}"
         rows = x.reshape(-1, self.inputs)
         if rows.stride(1) != 1:
@@ -228,11 +229,11 @@ class Product:
         return out.view(*x.shape[:-1], self.outputs)
 
     def first(self, outputs: int) -> "Product":
-        """The product with its first outputs alone, a multiple of 16, in the same memory."""
+        """Return the matmul of the first ``outputs`` alone, a multiple of 16, in the same memory."""
         return self.part(0, outputs)
 
     def part(self, begin: int, end: int) -> "Product":
-        """The product with its outputs ``[begin, end)`` alone, in the same memory; both are multiples of 16."""
+        """Return the matmul of outputs ``[begin, end)`` alone, in the same memory; both are multiples of 16."""
         assert begin % BLOCK == end % BLOCK == 0, f"{begin} or {end} is within a block"
         found, first = [], 0
         for part in self._parts:
@@ -247,18 +248,18 @@ class Product:
 
     @classmethod
     def unset(cls, outputs: int, inputs: int) -> "Product":
-        """A product in bf16 whose rows are :meth:`put` into it later; ``outputs`` is a multiple of 16."""
+        """Make a bf16 matmul whose rows are :meth:`put` later; ``outputs`` is a multiple of 16."""
         product, of = cls.__new__(cls), FORMATS["bf16"]
         product._take([_ProductPart(of, LaidOut.unset(of, outputs, inputs), outputs)], inputs, None)
         return product
 
     def put(self, places: Tensor, rows: Tensor) -> None:
-        """Replace rows of a weight in bf16: ``rows [n, in]`` are its rows ``places [n]`` from now on."""
+        """Replace the rows ``places [n]`` of a bf16 weight by ``rows [n, in]``."""
         assert self.kind == "bf16", "codes are not replaced"
         self._parts[0].blocks.codes[places // BLOCK, :, places % BLOCK] = rows.view(len(rows), -1, 2)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows ``[..., in]`` of the weight, as the product has it, for ``indices [...]``: an embedding's lookup."""
+        """Look up rows ``[..., in]`` of the weight, decoded to bf16, for ``indices [...]``, as an embedding does."""
         assert len(self._parts) == 1, "rows are looked up in weights of one format"
         flat = indices.reshape(-1).long().contiguous()
         assert not len(flat) or 0 <= int(flat.min()) <= int(flat.max()) < self.outputs, "no such row"
@@ -267,19 +268,19 @@ class Product:
         return rows.view(*indices.shape, self.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Rows ``[n, in]`` of the weight, as the product has it; the first of them is the first of a block of 16."""
+        """Return rows ``[n, in]`` of the weight in bf16; the first one must begin a block of 16."""
         return torch.cat([_in_bf16(part) for part in self._stored(rows)])
 
     def weight(self) -> Tensor:
-        """The whole weight ``[out, in]``, as the product has it, rounded to bf16."""
+        """Return the whole weight ``[out, in]``, decoded and rounded to bf16."""
         return self[: self.outputs]
 
     def codes(self) -> list[Codes]:
-        """The whole weight in codes, if it is; else nothing."""
+        """Return the codes of the whole weight; empty for bf16."""
         return [part for part in self._stored(slice(self.outputs)) if isinstance(part, Codes)]
 
     def _stored(self, rows: slice) -> list[Codes | Tensor]:
-        """Rows, part by part."""
+        """Return rows, part by part."""
         (first, last, _), begin, found = rows.indices(self.outputs), 0, list[Codes | Tensor]()
         for part in self._parts:
             own = slice(max(first - begin, 0), min(last - begin, part.outputs))
@@ -294,7 +295,7 @@ def _in_bf16(rows: Codes | Tensor) -> Tensor:
 
 
 def input_room(rows: int, inputs: int, group: int) -> list[Tensor]:
-    """Room for inputs as a kernel reads them, in bf16 or in codes, and for the scales and sums of codes in groups."""
+    """Allocate buffers for packed inputs, in bf16 or in codes, and for the scales and sums of groups of codes."""
     return [
         torch.empty(rows * inputs, dtype=torch.bfloat16),
         torch.empty(rows * (inputs // group), dtype=torch.float32),

@@ -1,12 +1,12 @@
-/* Attention over pages. Keys are taken in parts that begin at multiples of 64 positions, and a token's sums run over the
- * keys that it sees alone: its result is the same to the bit in whatever call it is computed.
+/* Paged attention. Keys are processed in parts that begin at multiples of 64 positions, and a token's sums run over the keys
+ * that it sees alone. So the result is batch-invariant: equal to the bit in any call.
  */
 #include "attention.h"
 
-#define FEW 65536  /* products of a query and a key below which a second thread costs more than it takes over */
+#define FEW 65536  /* query-key pairs below which a second thread costs more than it saves */
 
 #if X86
-/* 16 rows of 16 elements as columns: element i of row j goes to to[i][j]. */
+/* Transpose 16 rows of 16 elements: element i of row j goes to to[i][j]. */
 DOT INLINE void transpose(__m512 *a, float *to) {
     __m512 b[16];
     for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
@@ -26,7 +26,7 @@ DOT INLINE void transpose(__m512 *a, float *to) {
     }
 }
 
-/* Keys as columns: work->keys is [dim / 2][PART][2]. */
+/* Store keys as columns: work->keys is [dim / 2][PART][2]. */
 DOT static void turn_keys(Work *work, const bf16 *const *keys, int count, int dim) {
     for (int from = 0; from < count; from += 16)
         for (int i = 0; i < dim; i += 32) {
@@ -37,7 +37,7 @@ DOT static void turn_keys(Work *work, const bf16 *const *keys, int count, int di
         }
 }
 
-/* Scores of a few queries with 64 keys, of which those beyond the last mean nothing. */
+/* Compute scores of a few queries with 64 keys; scores beyond the last key are undefined. */
 DOT INLINE void score_few(Work *work, int first, int vectors, int dim, float scale) {
     __m512 own[4][4], times = _mm512_set1_ps(scale);
     UNROLLED(int v = 0; v < vectors; v++) UNROLLED(int k = 0; k < 4; k++) own[v][k] = _mm512_setzero_ps();
@@ -81,7 +81,7 @@ DOT static void pair_values(Work *work, const bf16 *const *values, int count, in
     }
 }
 
-/* 32 numbers of a few vectors */
+/* Mix 32 numbers of a few vectors. */
 DOT INLINE void mix_few(Work *work, int first, int vectors, int from, int pairs, int dim) {
     __m512 sums[4][2];
     UNROLLED(int v = 0; v < vectors; v++)
@@ -162,8 +162,8 @@ AMX static void mix_amx(Work *work, const bf16 *const *values, int count, int ve
 typedef void (*Score)(Work *, const bf16 *const *, int, int, int, float);
 typedef void (*Mix)(Work *, const bf16 *const *, int, int, int);
 
-/* Weights of one part for one vector, whose visible keys are [begin, end) of it; what was mixed so far is scaled down if a
- * larger score is met. */
+/* Compute the weights of one part for one vector, which sees the keys [begin, end); the mixture so far is scaled down if a
+ * larger score occurs. */
 FOR_EACH_CPU static void weigh(Work *work, int v, int begin, int end, int dim, float cap) {
     float weights[PART], parts[16], visible[PART];
     if (cap != 0.0f)
@@ -217,7 +217,7 @@ static void attend(const AttentionCall *call, const Plan *plan, const Unit *unit
     for (int64_t part = lowest / PART * PART; part < highest; part += PART) {
         const bf16 *keys[PART], *values[PART];
         int64_t begin = part > lowest ? part : lowest, end = part + PART < highest ? part + PART : highest;
-        for (int64_t position = part; position < end; position++) { /* what nobody sees is weighed by zero */
+        for (int64_t position = part; position < end; position++) { /* keys that no token sees get weight 0 */
             int64_t known = position > unit->first ? position - unit->first : 0;
             int64_t place = (plan->slots[unit->slots + known] * call->shared + head) * dim;
             keys[position - part] = call->key_pool + place, values[position - part] = call->value_pool + place;
@@ -266,7 +266,7 @@ void store_row(const AttentionCall *call, const Plan *plan, int64_t token) {
     memcpy(call->value_pool + place, call->values + token * call->stride, width * sizeof(bf16));
 }
 
-/* K and V of all tokens are stored, then all of them attend. */
+/* Store K and V of all tokens, then attend for all of them. */
 void paged_attention(const AttentionCall *call, const Plan *plan) {
     int64_t work = 0;
     for (int64_t u = 0; u < plan->num_units; u++) work += plan->units[u].rows * plan->units[u].length;

@@ -1,9 +1,9 @@
-/* Scores and mixtures of attention for CPUs that have AVX2 and FMA and no AVX512-BF16. Each score, and each number that is
- * mixed, is summed in one order, whatever else is computed with it. */
+/* Attention's scores and mixtures for CPUs with AVX2 and FMA but without AVX512-BF16. Each score and each mixed number has a
+ * fixed summation order, independent of the batch. */
 #include "attention.h"
 
 #if X86
-/* Eight bf16 numbers in fp32. */
+/* Load eight bf16 numbers as fp32. */
 AVX2 INLINE __m256 eight(const bf16 *x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16));
 }
@@ -14,7 +14,7 @@ AVX2 INLINE float total(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* Scores of a few queries with one key. */
+/* Compute scores of a few queries with one key. */
 AVX2 INLINE void score_few(Work *work, int first, int vectors, const bf16 *key, int place, int dim, float scale) {
     __m256 own[4][2];
     UNROLLED(int v = 0; v < vectors; v++) own[v][0] = own[v][1] = _mm256_setzero_ps();
@@ -36,7 +36,7 @@ AVX2 void score_avx2(Work *work, const bf16 *const *keys, int count, int vectors
     }
 }
 
-/* 16 numbers of a few vectors */
+/* Mix 16 numbers of a few vectors. */
 AVX2 INLINE void mix_few(Work *work, int first, int vectors, int from, const bf16 *const *values, int count) {
     __m256 sums[4][2];
     UNROLLED(int v = 0; v < vectors; v++)

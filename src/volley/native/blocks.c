@@ -1,4 +1,4 @@
-/* Blocks of GGUF files: decoded, or taken apart into codes and scales. Reference, to the bit: the package gguf. */
+/* Blocks of GGUF files: decode them, or split them into codes and scales. Reference, to the bit: the package gguf. */
 #include "products.h"
 
 /* Bytes of a block of 32 or 256 numbers. */
@@ -8,12 +8,12 @@ static const int64_t BYTES[] = {
 };
 
 typedef struct {
-    int8_t codes[LARGE];   /* of numbers, or places in a table */
-    uint8_t halves[2][2];  /* fp16 (MXFP4: bf16): the scale, and what least values have in common */
-    int8_t factors[16][2]; /* PRODUCT: the whole numbers of each group that these are multiplied with */
+    int8_t codes[LARGE];   /* codes of numbers, or indices into a table */
+    uint8_t halves[2][2];  /* fp16 (MXFP4: bf16): the scale, and the common factor of the minima */
+    int8_t factors[16][2]; /* PRODUCT: each group's integer factors of these */
 } Parts;
 
-/* The nibbles of ``size`` bytes, first all low ones. */
+/* Unpack the nibbles of ``size`` bytes, first all low ones. */
 INLINE void nibbles(const uint8_t *bytes, int size, int8_t *codes) {
     for (int i = 0; i < size; i++) codes[i] = (int8_t)(bytes[i] & 15), codes[i + size] = (int8_t)(bytes[i] >> 4);
 }
@@ -28,7 +28,7 @@ INLINE void less(int8_t *codes, int size, int zero) {
     for (int i = 0; i < size; i++) codes[i] = (int8_t)(codes[i] - zero);
 }
 
-/* Blocks of 32 numbers: a scale, maybe a least value, maybe fifth bits, codes. */
+/* Open a block of 32 numbers: a scale, perhaps a minimum, perhaps fifth bits, codes. */
 INLINE void open_small(int kind, const uint8_t *block, Parts *to) {
     int halves = kind == MXFP4 ? 1 : 2 * num_scales(kind), is_five = FORMATS[kind].bits == 5;
     if (kind == MXFP4) { /* a power of two, halved as the table's numbers are doubled: in bf16 */
@@ -45,7 +45,7 @@ INLINE void open_small(int kind, const uint8_t *block, Parts *to) {
     if (!FORMATS[kind].table) less(to->codes, 32, FORMATS[kind].zero);
 }
 
-/* Q4_K and Q5_K: scales and least values of 32 numbers have six bits each, of the last four apart. */
+/* Open Q4_K and Q5_K: scales and minima of 32 numbers have six bits each; the bits of the last four groups are split. */
 INLINE void open_with_least(int kind, const uint8_t *block, Parts *to) {
     const uint8_t *six = block + 4, *fifth = block + 16, *halves = block + (kind == Q5_K ? 48 : 16);
     memcpy(to->halves, block, 4);
@@ -71,7 +71,7 @@ INLINE void open_q6_k(const uint8_t *block, Parts *to) {
     }
 }
 
-/* Q3_K and Q2_K: pairs of bits of 32 numbers lie in the same bytes as those of three others; third bits of all eight do. */
+/* Open Q3_K and Q2_K: four groups of 32 numbers share the bytes of their bit pairs; all eight share those of the third bits. */
 INLINE void open_pairs(int kind, const uint8_t *block, Parts *to) {
     const uint8_t *pairs = block + (kind == Q3_K ? 32 : 16), *six = block + 96;
     memcpy(to->halves, block + (kind == Q3_K ? 108 : 80), kind == Q3_K ? 2 : 4);
@@ -99,7 +99,7 @@ INLINE void open_iq4_xs(const uint8_t *block, Parts *to) {
 }
 
 INLINE void open_block(int kind, const uint8_t *block, Parts *to) {
-    int subtracts = FORMATS[kind].scale == PRODUCT && num_scales(kind) > 1; /* what is added here */
+    int subtracts = FORMATS[kind].scale == PRODUCT && num_scales(kind) > 1; /* GGUF subtracts minima, C adds them */
     switch (kind) {
         case Q5_K:
         case Q4_K: open_with_least(kind, block, to); break;
@@ -119,8 +119,8 @@ INLINE float scale_of(int kind, const Parts *parts, int place, int g) {
     return FORMATS[kind].scale == PRODUCT ? scale * (float)parts->factors[g][place] : scale;
 }
 
-/* Products of scales with whole numbers, and with codes, are exact (11 + 6 + 5 bits), so it does not matter whether the compiler
- * joins them with the sum. */
+/* Decode one block. Products of scales, integers and codes are exact (11 + 6 + 5 bits), so fused multiply-adds change
+ * nothing. */
 INLINE void decode_block(int kind, const uint8_t *block, float *wide, bf16 *out) {
     Parts parts;
     const int8_t *table = TABLES[FORMATS[kind].table];
@@ -159,7 +159,7 @@ FOR_EACH_CPU static void take_row(int64_t kind, const uint8_t *block, int8_t *co
     BY_STORED(kind, TAKE)
 }
 
-/* The numbers of blocks in fp32 or in bf16; the other output is null. */
+/* Decode blocks to fp32 or to bf16; the other output is null. */
 void decode_blocks(int64_t kind, const uint8_t *blocks, int64_t count, float *wide, bf16 *out) {
     int64_t numbers = scaled_inputs((int)kind), bytes = BYTES[kind];
 #pragma omp parallel for
@@ -167,7 +167,8 @@ void decode_blocks(int64_t kind, const uint8_t *blocks, int64_t count, float *wi
         decode_row(kind, blocks + i * bytes, wide ? wide + i * numbers : 0, out ? out + i * numbers : 0);
 }
 
-/* Codes [count, 32 or 256], fp16 (bf16) scales [count, 1 or 2] with least values, and of PRODUCT factors [count, groups, 1 or 2]. */
+/* Split blocks: codes [count, 32 or 256], fp16 (bf16) scales and minima [count, 1 or 2], and for PRODUCT factors
+ * [count, groups, 1 or 2]. */
 void take_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *codes, uint8_t *scales, int8_t *factors) {
     int64_t numbers = scaled_inputs((int)kind), bytes = BYTES[kind], own = num_scales((int)kind);
 #pragma omp parallel for

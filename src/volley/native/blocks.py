@@ -1,4 +1,4 @@
-"""Blocks of GGUF files in C: decoded, or taken apart into codes. The reference is the package ``gguf``."""
+"""Blocks of GGUF files, decoded or split into codes and scales in C. The reference is the package ``gguf``."""
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ BYTES = {
     "Q2_K": 84,
     "IQ4_XS": 136,
 }
-"""Bytes of a block of 32 or 256 numbers, of the types that C reads."""
+"""Bytes of a block of 32 or 256 numbers, for the types that C reads."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reads(kind: str) -> bool:
-    """Whether C reads blocks of a type."""
+    """Return whether C reads blocks of a type."""
     return is_built and kind in STORED
 
 
 def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
-    """The numbers ``[..., in]`` of ``blocks [..., bytes]``, in one of :data:`DTYPES`."""
-    assert dtype in DTYPES, f"nothing is decoded to {dtype}"
+    """Decode ``blocks [..., bytes]`` to numbers ``[..., in]``, in one of :data:`DTYPES`."""
+    assert dtype in DTYPES, f"blocks cannot be decoded to {dtype}"
     numbers = torch.empty(*blocks.shape[:-1], _inputs(kind, blocks), dtype=dtype)
     places = (numbers.data_ptr(), None) if dtype == torch.float32 else (None, numbers.data_ptr())
     functions().decode_blocks(*_of(kind, blocks), *places)
@@ -42,7 +42,7 @@ def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
 
 
 def take(kind: str, blocks: NDArray[np.uint8]) -> Codes:
-    """Codes ``[rows, in]`` of ``blocks [rows, bytes]``, and what they are multiplied with."""
+    """Split ``blocks [rows, bytes]`` into codes ``[rows, in]`` and their scales."""
     of, rows, inputs = STORED[kind], len(blocks), _inputs(kind, blocks)
     each = 1 + of.has_least
     codes = torch.empty(rows, inputs, dtype=torch.int8)
@@ -60,6 +60,6 @@ def _inputs(kind: str, blocks: NDArray[np.uint8]) -> int:
 
 
 def _of(kind: str, blocks: NDArray[np.uint8]) -> tuple[int, int, int]:
-    """A type's number, and where how many of its blocks are."""
+    """Return a type's number, and the address and number of its blocks."""
     assert blocks.flags.c_contiguous
     return NUMBERS[kind], int(blocks.ctypes.data), blocks.nbytes // BYTES[kind]

@@ -1,12 +1,12 @@
-/* Chains of a sequential head: each token is the likeliest one after the token before it, or drawn after it. */
+/* Chains of a sequential head: each token is the likeliest one after the previous token, or sampled. */
 #include "common.h"
 
-/* Numbers of bf16 in their order, but NaN. */
+/* Map bf16 to integers in the same order, except NaN. */
 static inline uint32_t in_order(bf16 x) { return x ^ (((0u - (x >> 15)) | 0x8000u) & 0xffffu); }
 
-#define FEW 32768 /* keys that are counted at once, by counters of 16 bits */
+#define FEW 32768 /* keys that are counted at once in 16-bit counters */
 
-/* How many of ``keys [count]`` are at least ``least``. */
+/* Count the ``keys [count]`` that are at least ``least``. */
 static inline int64_t num_from(const uint16_t *restrict keys, int64_t count, uint16_t least) {
     int64_t total = 0;
     for (int64_t from = 0; from < count; from += FEW) {
@@ -18,7 +18,7 @@ static inline int64_t num_from(const uint16_t *restrict keys, int64_t count, uin
     return total;
 }
 
-/* The places of the ``most`` largest of ``logits`` among ``drafted [count]``, and of those equal to the last of them. */
+/* Find the indices of the ``most`` largest ``logits`` among ``drafted [count]``, and of all equal to the last one. */
 static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict drafted, int64_t count, int64_t most,
                            uint16_t *restrict keys, int32_t *restrict chosen) {
     int64_t found = 0;
@@ -27,7 +27,7 @@ static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict 
         return found;
     }
     for (int64_t i = 0; i < count; i++) keys[i] = (uint16_t)in_order(logits[drafted ? drafted[i] : i]);
-    uint16_t least = 0; /* the largest key that so many reach, from its highest bit on */
+    uint16_t least = 0; /* the largest key that ``most`` keys reach, from its highest bit on */
     for (int bit = 15; bit >= 0; bit--) {
         uint16_t higher = (uint16_t)(least | 1u << bit);
         if (num_from(keys, count, higher) >= most) least = higher;
@@ -39,10 +39,10 @@ static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict 
     return found;
 }
 
-/* One chain of ``slots`` tokens. ``logits [slots, width]``; ``drafted [count]`` are the tokens that may be drafted, NULL for the
-   first ``count``; a table's row is that of the token, or with ``by_place`` of its place among them. A token's logit grows by
-   ``outputs[it] · u`` with ``u = rows[the one before]``, or ``silu(rows[…] + own)`` where there is ``own [slots, rank]``. Only the
-   ``most`` tokens of the largest logits are looked at. ``sure`` is a token's probability among them. */
+/* Choose one chain of ``slots`` tokens from ``logits [slots, width]``. ``drafted [count]`` are the tokens that may be drafted,
+   NULL for the first ``count``. A table has a row for each token, or with ``by_place`` for each drafted token. A token's logit
+   grows by ``outputs[token] · u`` with ``u = rows[previous]``, or ``silu(rows[previous] + own)`` with ``own [slots, rank]``. Only
+   the ``most`` tokens with the largest logits are candidates. ``sure`` is a token's probability among them. */
 FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const int64_t *restrict drafted, int64_t count,
                              int64_t most, int64_t by_place, const bf16 *restrict rows, const bf16 *restrict own,
                              const bf16 *restrict outputs, int64_t rank, int64_t before, int64_t slots,
@@ -55,7 +55,7 @@ FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const i
             if (own) x += widen(own[slot * rank + i]), x /= 1.0f + exponential(-x);
             mixed[i] = x;
         }
-        int64_t few = pick(logits, drafted, count, most, (uint16_t *)values, chosen), best = 0; /* values come later */
+        int64_t few = pick(logits, drafted, count, most, (uint16_t *)values, chosen), best = 0; /* ``values`` is reused below */
         for (int64_t i = 0; i < few; i++) {
             int64_t token = drafted ? drafted[chosen[i]] : chosen[i];
             int64_t row = by_place ? chosen[i] : token;
@@ -70,8 +70,8 @@ FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const i
     }
 }
 
-/* ``blocks`` chains, one after the other in ``logits`` and ``own``; chain b has the slots from ``starts[b]`` to ``starts[b + 1]``
-   and begins after the token of the row ``anchors[b]``. ``chosen`` and ``values`` have room for all chains. */
+/* Choose ``blocks`` chains, one after the other in ``logits`` and ``own``. Chain b has the positions from ``starts[b]`` to
+   ``starts[b + 1]`` and begins after the token of the row ``anchors[b]``. ``chosen`` and ``values`` are buffers of all chains. */
 void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t count, int64_t most, int64_t by_place,
             const bf16 *rows, const bf16 *own, const bf16 *outputs, int64_t rank, const int64_t *starts,
             const int64_t *anchors, int64_t blocks, int32_t *chosen, float *values, int64_t *tokens, float *sure) {
@@ -82,11 +82,11 @@ void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t c
                    chosen + b * count, values + b * count, tokens + starts[b], sure + starts[b]);
 }
 
-#define PART 1024 /* tokens whose weights are summed together, whatever the number of threads */
+#define PART 1024 /* tokens whose weights are summed together, independent of the number of threads */
 
 static inline int64_t part_size(int64_t count, int64_t part) { return count - part * PART < PART ? count - part * PART : PART; }
 
-/* (logits + outputs · mixed) · scale of ``size`` tokens; the largest of them. */
+/* Compute (logits + outputs · mixed) · scale of ``size`` tokens; return the largest. */
 FOR_EACH_CPU static float value_part(const bf16 *restrict logits, const bf16 *restrict outputs, const float *restrict mixed, int64_t rank,
                                      float scale, int64_t size, float *restrict values) {
     float most = -INFINITY;
@@ -99,7 +99,7 @@ FOR_EACH_CPU static float value_part(const bf16 *restrict logits, const bf16 *re
 
 static inline float weight_of(float below) { return below < -87.0f ? 0.0f : exponential(below); }
 
-/* Values become weights, 1 for ``most``; their sum. */
+/* Turn values into weights, 1 for ``most``; return their sum. */
 FOR_EACH_CPU static float weigh_part(float *restrict values, int64_t size, float most) {
     float parts[16] = {0}, sum = 0;
     int64_t i = 0;
@@ -114,7 +114,7 @@ FOR_EACH_CPU static void scale_part(float *restrict values, int64_t size, float 
     for (int64_t i = 0; i < size; i++) values[i] *= by;
 }
 
-/* The place in ``weights`` at which their running sum exceeds ``left``, at most the last one that is not 0. */
+/* Find the index in ``weights`` at which their running sum exceeds ``left``, at most the last one that is not 0. */
 static int64_t place_in(const float *weights, int64_t size, double left) {
     int64_t last = 0;
     for (int64_t i = 0; i < size; i++) {
@@ -126,8 +126,8 @@ static int64_t place_in(const float *weights, int64_t size, double left) {
     return last;
 }
 
-/* The softmax of ``(logits [count] + outputs [count, rank] · mixed) · scale`` in ``probs [count]``, and the ``place`` that ``uniform``
-   draws from it. */
+/* Write the softmax of ``(logits [count] + outputs [count, rank] · mixed) · scale`` to ``probs [count]``, and the index that
+   ``uniform`` draws from it to ``place``. */
 void draw_after(const bf16 *logits, const bf16 *outputs, const float *mixed, int64_t rank, int64_t count, float scale, double uniform,
                 float *probs, int64_t *place) {
     int64_t parts = (count + PART - 1) / PART;

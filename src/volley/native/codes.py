@@ -1,4 +1,4 @@
-"""How weights lie in the products of ``products.c``: bf16 numbers or codes, in blocks of 16 outputs; and rounding to codes."""
+"""Layout of packed weights for ``products.c``, bf16 numbers or codes in blocks of 16 outputs, and quantisation to codes."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -27,7 +27,7 @@ _LAID_OUT_AT_ONCE = 2**18  # numbers of a weight: more would leave the cache
 
 
 class WeightSource(Protocol):
-    """A weight ``[out, in]`` in bf16 whose rows are read some after others: a tensor is one, and so is a product."""
+    """Weight ``[out, in]`` in bf16, read some rows at a time, such as a tensor or a :class:`Product`."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -36,16 +36,16 @@ class WeightSource(Protocol):
 
 
 class LaidOut(NamedTuple):
-    """A weight as the instructions read it."""
+    """Packed weight, in the order in which the instructions read it."""
 
     codes: Tensor
-    """``[out / 16, in / 2, 16, 2]`` in bf16, bytes ``[out / 16, in / 32, bits, 16, 4]`` of codes."""
+    """Numbers ``[out / 16, in / 2, 16, 2]`` in bf16, or codes as bytes ``[out / 16, in / 32, bits, 16, 4]``."""
     scales: Tensor | None
-    """fp32 ``[out]`` for int8, else bytes ``[out / 16, in / scaled_inputs, scale_bytes]``."""
+    """Scales: fp32 ``[out]`` for int8, else bytes ``[out / 16, in / scaled_inputs, scale_bytes]``."""
 
     @classmethod
     def unset(cls, of: Format, outputs: int, inputs: int, empty: Callable[..., Tensor] = torch.empty) -> "LaidOut":
-        """Room for a weight of so many outputs, in whole blocks; ``empty(shape, dtype=…)`` makes that of the codes."""
+        """Allocate a weight of ``outputs``, in whole blocks; ``empty(shape, dtype=…)`` allocates the codes."""
         blocks = -(-outputs // BLOCK)
         if of.name == "bf16":
             return cls(empty((blocks, inputs // 2, BLOCK, 2), dtype=torch.bfloat16), None)
@@ -55,13 +55,13 @@ class LaidOut(NamedTuple):
         return cls(codes, torch.empty(blocks, inputs // of.scaled_inputs, of.scale_bytes, dtype=torch.uint8))
 
     def blocks(self, blocks: slice) -> "LaidOut":
-        """Some blocks of outputs, in the same memory."""
+        """Return some blocks of outputs, in the same memory."""
         outputs, scales = slice(blocks.start * BLOCK, blocks.stop * BLOCK), self.scales
         return LaidOut(self.codes[blocks], None if scales is None else scales[outputs if scales.dim() == 1 else blocks])
 
 
 def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) -> LaidOut:
-    """``weight [out, in]``, some rows after others, as these may have to be read first; ``stored``: its codes."""
+    """Pack ``weight [out, in]``, or its ``stored`` codes, some rows at a time, because these may be read from disk."""
     outputs, inputs = weight.shape
     whole = LaidOut.unset(of, outputs, inputs, in_large_pages)
     step = max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
@@ -74,10 +74,10 @@ def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) 
 
 
 def put_rows(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
-    """Lay rows of a weight, or codes of such, out in blocks ``to``."""
+    """Pack rows of a weight, or their codes, into blocks ``to``."""
     rows = (part.codes if isinstance(part, Codes) else part).contiguous()
     outputs, inputs = rows.shape
-    assert inputs % (2 if of.name == "bf16" else of.inputs) == 0, f"{inputs} inputs are no whole groups"
+    assert inputs % (2 if of.name == "bf16" else of.inputs) == 0, f"{inputs} inputs do not fill whole groups"
     assert len(to.codes) == -(-outputs // BLOCK), f"{outputs} rows are not for {len(to.codes)} blocks"
     if isinstance(part, Codes):
         functions().put_codes(NUMBERS[of.name], rows.data_ptr(), outputs, inputs, to.codes.data_ptr())
@@ -97,7 +97,7 @@ def put_rows(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
 
 
 def put_rows_slowly(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
-    """What :func:`put_rows` must do, to the bit."""
+    """Reference of :func:`put_rows`, to the bit."""
     if not isinstance(part, Codes):
         if of.name == "bf16":
             rows = _padded(part)
@@ -109,26 +109,26 @@ def put_rows_slowly(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """``rows`` and zeros, as many as blocks need."""
+    """Pad ``rows`` with zeros to whole blocks."""
     missing = -len(rows) % BLOCK
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
 
 
 def _put_scales(part: Codes, to: LaidOut) -> None:
-    assert to.scales is not None, "there is room for scales"
+    assert to.scales is not None, "the format has scales"
     scales, least, factors = (None if one is None else _padded(one) for one in part[2:])
     assert scales is not None
     to.scales[:] = packed_scales(Codes(part.format, part.codes, scales, least, factors))
 
 
 def taken_back(blocks: LaidOut, of: Format, outputs: int, rows: slice) -> Codes | Tensor:
-    """Rows of a weight of so many outputs, in bf16 or codes; the first of them is the first of a block of 16."""
+    """Unpack rows of a weight with ``outputs``, in bf16 or codes; the first one must begin a block of 16."""
     first, last, _ = rows.indices(outputs)
     assert first % BLOCK == 0, f"row {first} is within a block"
     count, own = last - first, blocks.blocks(slice(first // BLOCK, -(-last // BLOCK)))
 
     def by_row(numbers: Tensor) -> Tensor:
-        """``[count, …]`` of ``[blocks, …, 16]``."""
+        """Reshape ``[blocks, …, 16]`` to ``[count, …]``."""
         return numbers.movedim(-1, 1).flatten(0, 1)[:count]
 
     lines = by_row(own.codes.movedim(-2, -1))
@@ -141,14 +141,14 @@ def taken_back(blocks: LaidOut, of: Format, outputs: int, rows: slice) -> Codes 
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
+    """Return codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
     values = weight.float()
     scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
     return (values / scales[:, None]).round().nan_to_num_(0.0).to(torch.int8), scales
 
 
 def quantise_finely(weight: Tensor) -> Codes:
-    """int8 with fp16 scales for 32 inputs, as GGUF's Q8_0 rounds ``[out, in]``."""
+    """Quantise ``[out, in]`` to int8 with fp16 scales for 32 inputs, like GGUF's Q8_0."""
     of = FORMATS["Q8_0"]
     values = weight.float().view(len(weight), -1, of.group)
     scales = (values.abs().amax(dim=-1) / 127).half()
@@ -158,7 +158,7 @@ def quantise_finely(weight: Tensor) -> Codes:
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, of nine scales that with the least squared error."""
+    """Return codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, the best of nine by squared error."""
     values = weight.float().view(len(weight), -1, GROUP)
     extreme = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
     best = torch.ones_like(extreme)
@@ -170,7 +170,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
         better = error < least
         least, best = torch.where(better, error, least), torch.where(better, scales, best)
     codes = _int4(values, best).nan_to_num_(0.0)
-    best = torch.where(extreme.isfinite(), best, torch.nan)  # as a damaged weight would be in bf16
+    best = torch.where(extreme.isfinite(), best, torch.nan)  # a damaged weight becomes NaN, as it would in bf16
     return codes.to(torch.int8).view(weight.shape), best[..., 0].contiguous()
 
 
@@ -179,7 +179,7 @@ def _int4(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _total(parts: Tensor) -> Tensor:
-    """``[..., 1]`` of ``[..., 64]``, added by halves: PyTorch's own order depends on how wide a CPU's vectors are."""
+    """Sum ``[..., 64]`` to ``[..., 1]`` by halves; the order of PyTorch's sum depends on the CPU's vector width."""
     while parts.shape[-1] > 1:
         half = parts.shape[-1] // 2
         parts = parts[..., :half] + parts[..., half:]

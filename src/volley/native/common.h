@@ -1,4 +1,4 @@
-/* bf16 numbers and how a function is compiled for several CPUs. */
+/* bf16 numbers, and macros that compile a function for several CPUs. */
 #ifndef VOLLEY_COMMON_H
 #define VOLLEY_COMMON_H
 
@@ -15,7 +15,7 @@
 #define AMX __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")))
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 4") for
-/* ``call(r, count)`` for groups of up to four rows; ``count`` is a constant, so that sums stay in registers. */
+/* Call ``call(r, count)`` for groups of up to four rows; ``count`` is a constant, so that sums stay in registers. */
 #define BY_FOUR(rows, call)                                                                         \
     for (int64_t r = 0; r < (rows); r += 4) switch ((rows) - r) {                                   \
             case 1: call(r, 1); break;                                                              \
@@ -23,16 +23,16 @@
             case 3: call(r, 3); break;                                                              \
             default: call(r, 4);                                                                    \
         }
-extern int has_tiles; /* AMX is there, and this process may use it */
-extern int has_dot;   /* AVX512-BF16 and VNNI are there */
+extern int has_tiles; /* the CPU has AMX, and this process may use it */
+extern int has_dot;   /* the CPU has AVX512-BF16 and VNNI */
 
-typedef struct { /* of the eight tiles: bytes of a row, and rows */
+typedef struct { /* configuration of the eight tiles: bytes of a row, and rows */
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
 } Tiles;
 
-/* The compiler does not know that tiles, and their configuration, are loaded from memory. */
+/* Mark a variable as written: the compiler does not know that tiles and their configuration are loaded from memory. */
 #define WRITTEN(variable) __asm__ volatile("" : "+m"(variable))
 
 static inline Tiles whole_tiles(void) {

@@ -6,8 +6,8 @@
 #include "products.h"
 #include "rows.h"
 
-typedef struct { /* of a layer; some of them are chosen for each token */
-    int64_t count, chosen, normed; /* normed: the weights of the chosen ones make 1 */
+typedef struct { /* experts of a layer, of which each token uses ``chosen`` */
+    int64_t count, chosen, normed; /* normed: the weights of a token's experts sum to 1 */
     const Product *gate_up, *down; /* [count] */
     Product scores;
 } Experts;
@@ -15,9 +15,9 @@ typedef struct { /* of a layer; some of them are chosen for each token */
 typedef struct {
     const float *before_attention, *behind_attention, *before_mlp, *behind_mlp; /* norms: [hidden] or null */
     const float *query_norm, *key_norm;                                         /* [dim], of all heads as one, or null */
-    const float *sinks;                                                         /* as attention has them */
+    const float *sinks;                                                         /* see AttentionCall */
     bf16 *key_pool, *value_pool;                                                /* [slots, shared, dim] */
-    int64_t plan, turns; /* which of the plans it attends by, and which of the rotary embeddings it has; -1: none */
+    int64_t plan, turns; /* indices of its attention plan and of its rotary embedding (-1: none) */
     const Experts *experts; /* null: the MLP is gate_up and down */
     Product project, output, gate_up, down;
 } Layer;
@@ -26,23 +26,23 @@ typedef struct {
     int64_t hidden;
     Heads heads; /* eps and rounds hold for all norms */
     Activation activation;
-    float scale, cap, residual; /* residual: times what a part of a layer adds to the states */
+    float scale, cap, residual; /* residual: factor of the outputs of attention and MLP */
 } Shape;
 
-typedef struct { /* room for one layer */
+typedef struct { /* buffers for one layer */
     bf16 *normed, *rows, *mixed, *gated, *active;
     int8_t *values;
     float *scales;
     int32_t *sums;
-    /* of experts: scores [tokens, count]; which are chosen, and their weights, [tokens, chosen]; where the tokens of each expert begin
-       among all of them, [count + 1], and these, by token * chosen + place; their states, and the sums of their outputs */
+    /* for experts: scores [tokens, count]; chosen experts and their weights, [tokens, chosen]; the start of each expert's
+       entries, [count + 1], and the entries, token * chosen + index, sorted by expert; their states; sums of their outputs */
     bf16 *scores;
     int64_t *ids, *starts, *order;
     float *weights, *summed;
     bf16 *gathered;
 } Scratch;
 
-/* The states as a part of a layer reads them: normed, if there is a weight. */
+/* Return the input of attention or MLP: the states, normed if there is a weight. */
 static const bf16 *norm(const bf16 *x, const float *weight, bf16 *out, int64_t tokens, const Shape *shape) {
     if (!weight) return x;
 #pragma omp for schedule(static)
@@ -53,7 +53,7 @@ static const bf16 *norm(const bf16 *x, const float *weight, bf16 *out, int64_t t
 
 static Prepared room_of(const Scratch *scratch) { return (Prepared){scratch->values, scratch->scales, scratch->sums}; }
 
-/* Add what a part of a layer left in scratch->normed to the states, normed behind it if there is a weight. */
+/* Add scratch->normed, the output of attention or MLP, to the states; norm it first if there is a weight. */
 static void add(const float *weight, bf16 *x, int64_t tokens, const Shape *shape, const Scratch *scratch) {
     int64_t hidden = shape->hidden;
 #pragma omp for schedule(static)
@@ -64,7 +64,7 @@ static void add(const float *weight, bf16 *x, int64_t tokens, const Shape *shape
     }
 }
 
-/* Add a product, in the same way. */
+/* Add the result of a matmul, in the same way. */
 static void add_product(const Product *product, const bf16 *inputs, const float *weight, bf16 *x, int64_t tokens,
                         const Shape *shape, const Scratch *scratch) {
     int64_t at_once = !weight && shape->residual == 1.0f;
@@ -72,7 +72,7 @@ static void add_product(const Product *product, const bf16 *inputs, const float 
     if (!at_once) add(weight, x, tokens, shape, scratch);
 }
 
-/* activation(gate) * up, in scratch->active. */
+/* Compute activation(gate) * up in scratch->active. */
 static void gate(const Product *gate_up, const bf16 *x, int64_t tokens, int64_t inner, const Shape *shape, const Scratch *scratch) {
     int64_t parts = (inner + 511) / 512;
     multiply(gate_up, x, shape->hidden, room_of(scratch), tokens, scratch->gated, 0);
@@ -84,7 +84,7 @@ static void gate(const Product *gate_up, const bf16 *x, int64_t tokens, int64_t 
     }
 }
 
-/* The experts with the highest scores, the first of equal ones, and their weights. */
+/* Choose the experts with the highest scores, the first of equal ones, and compute their weights. */
 static void choose(const Experts *experts, const bf16 *scores, int64_t *ids, float *weights) {
     float most = -INFINITY, all = 0, chosen = 0;
     for (int64_t e = 0; e < experts->count; e++) most = widen(scores[e]) > most ? widen(scores[e]) : most;
@@ -109,11 +109,11 @@ static void sort_by_expert(const Experts *experts, int64_t tokens, const Scratch
     for (int64_t i = 0; i < total; i++) starts[scratch->ids[i] + 1]++;
     for (int64_t e = 0; e < experts->count; e++) starts[e + 1] += starts[e];
     for (int64_t i = 0; i < total; i++) scratch->order[starts[scratch->ids[i]]++] = i;
-    for (int64_t e = experts->count; e; e--) starts[e] = starts[e - 1]; /* each has become the next one's */
+    for (int64_t e = experts->count; e; e--) starts[e] = starts[e - 1]; /* each start has moved on to the next expert's */
     starts[0] = 0;
 }
 
-/* The outputs of each token's experts, weighed and summed in the order of these, in out [tokens, hidden]. */
+/* Sum the weighted outputs of each token's experts, in their chosen order, in out [tokens, hidden]. */
 static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
     int64_t hidden = shape->hidden, chosen = experts->chosen;
     multiply(&experts->scores, x, hidden, room_of(scratch), tokens, scratch->scores, 0);
@@ -144,14 +144,14 @@ static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens
         for (int64_t j = 0; j < hidden; j++) out[row * hidden + j] = narrow(scratch->summed[row * hidden + j]);
 }
 
-/* The same from outside of a region. */
+/* Run ``mix`` in a parallel region of its own. */
 void mix_experts(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
 #pragma omp parallel
     mix(experts, x, out, tokens, shape, scratch);
 }
 
-/* Copy the states after a layer to its places in features [tokens, taps, hidden]. Nothing waits for the copies: the states change
-   only behind the next barriers. */
+/* Copy the states after a layer to its entries in features [tokens, taps, hidden]. The copies need no barrier, because the
+   states change only after the next barriers. */
 static void tap(int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden, bf16 *features, const int64_t *tapped, int64_t taps) {
     for (int64_t place = 0; place < taps; place++) {
         if (tapped[place] != layer) continue;
@@ -161,7 +161,7 @@ static void tap(int64_t layer, const bf16 *x, int64_t tokens, int64_t hidden, bf
     }
 }
 
-/* One layer, by all threads of the region it is called in. */
+/* Run one layer with all threads of the enclosing parallel region. */
 static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, const Turns *turns, bf16 *x,
                       const Scratch *scratch) {
     const Heads *heads = &shape->heads;
@@ -188,8 +188,8 @@ static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, 
     }
 }
 
-/* States x [tokens, hidden] through ``count`` layers, in place. The states after the layers ``tapped [taps]``, -1 being before the
-   first, are left in features [tokens, taps, hidden]. */
+/* Run states x [tokens, hidden] through ``count`` layers in place. Write the states after the layers ``tapped [taps]``, -1 being
+   before the first, to features [tokens, taps, hidden]. */
 void run_layers(const Layer *layers, int64_t count, const Shape *shape, const Plan *plans, const Turns *turns, bf16 *x,
                 bf16 *features, const int64_t *tapped, int64_t taps, const Scratch *scratch) {
 #pragma omp parallel

@@ -1,4 +1,4 @@
-"""Attention over pages and whole decoder layers in C, for bf16 models on a CPU."""
+"""Paged attention and whole decoder layers in C, for bf16 models on a CPU."""
 
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p
@@ -41,7 +41,7 @@ class _AttentionCall(Structure):
 
 
 _NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp", "query_norm", "key_norm", "sinks")
-"""Weights in fp32, any of which may be missing."""
+"""Weights in fp32, all optional."""
 _PRODUCTS = ("project", "output", "gate_up", "down")
 
 
@@ -76,15 +76,15 @@ class _Scratch(Structure):
 
 
 def attends(heads: int, shared: int, dim: int) -> bool:
-    """Whether the kernel has room for heads ``[dim]`` of which ``heads / shared`` share K and V."""
+    """Return whether the kernel supports heads ``[dim]`` of which ``heads / shared`` share K and V."""
     return dim % 16 == 0 and dim <= 256 and heads <= 32 * shared
 
 
 class AttentionPlan:
-    """Which tokens of a batch see which slots of a pool, worked out once for all layers that see alike.
+    """Map from a batch's tokens to the K/V slots that they see, made once for all layers with the same window.
 
-    ``written [T]``: the slot of each token's own K and V. ``units [U, 5]``: first token, tokens, first entry in ``slots``,
-    entries, and the position of the first of them. ``begins``, ``ends`` ``[T]``: the positions a token sees. All int64.
+    ``written [T]``: the slot of each token's own K and V. ``units [U, 5]``: first token, number of tokens, first entry in
+    ``slots``, number of entries, position of the first entry. ``begins``, ``ends`` ``[T]``: positions a token sees. All int64.
     """
 
     def __init__(self, written: Tensor, units: Tensor, slots: Tensor, begins: Tensor, ends: Tensor) -> None:
@@ -105,8 +105,10 @@ class AttentionPlan:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store ``keys`` and ``values`` ``[T, shared, d]`` in the pools ``[slots, shared, d]``, then attend with ``queries
-        [T, heads, d]``; the result has their shape. All three have one stride from token to token, and none within.
+        """Store ``keys`` and ``values`` ``[T, shared, d]`` in the pools ``[slots, shared, d]``, then attend.
+
+        ``queries [T, heads, d]`` have the result's shape. All three have the same stride between tokens and are contiguous
+        within a token.
         """
         out = torch.empty(queries.shape, dtype=torch.bfloat16)
         sinks = None if sinks is None else sinks.detach().float()
@@ -123,28 +125,28 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What layers that run in one call have in common."""
+    """Sizes and switches common to the layers of one call."""
 
     hidden: int
     heads: int
     shared: int
-    """Heads of K and V."""
+    """Number of K/V heads."""
     dim: int
     inner: int
-    """Size of the gated activation."""
+    """Width of the MLP's gated activation."""
     eps: float
     scale: float
     rounds: bool = True
-    """Norms round to bf16 before their weight, too."""
+    """True if norms also round to bf16 before their weight."""
     activation: Activation = SILU
     residual: float = 1.0
-    """Times the outputs of attention and MLP, before they are added to the states."""
+    """Factor of the outputs of attention and MLP before they are added to the states."""
     softcap: float | None = None
-    """As :class:`AttentionOptions` has it."""
+    """Cap of attention scores (:class:`AttentionOptions`)."""
 
     @property
     def struct(self) -> _Shape:
-        """With heads that are normed one by one."""
+        """Return the C struct, for heads that are normed separately."""
         heads = HeadsStruct(self.heads, self.shared, self.dim, 0, self.rounds, self.eps)
         scales = self.scale, self.softcap or 0.0, self.residual
         return _Shape(self.hidden, heads, self.activation.struct, *scales)
@@ -155,34 +157,34 @@ P = TypeVar("P", bound=Callable[[Tensor], Tensor])
 
 @dataclass(frozen=True)
 class Routing(Generic[P]):
-    """How tokens choose among the experts of a layer."""
+    """Routing of tokens to the experts of a layer."""
 
     scores: P
-    """``[T, E]`` of states ``[T, H]``."""
+    """Matmul that gives scores ``[T, E]`` of states ``[T, H]``."""
     count: int
     chosen: int
-    """Experts for each token."""
+    """Number of experts for each token."""
     is_normed: bool
-    """The weights of those that are chosen make 1."""
+    """True if the weights of a token's experts sum to 1."""
 
 
 @dataclass(frozen=True)
 class LayerWeights(Generic[P]):
-    """Weights of the norms and the products of a layer: q, k and v; attention's output; gate and up; down.
+    """Weights of a layer's norms and matmuls: q, k and v; attention's output; gate and up; down.
 
-    With ``routing`` the last two are those of all experts, one below the other.
+    With ``routing`` the last two hold all experts, stacked.
     """
 
     before_attention: Tensor | None
-    """``[H]``, as all norms before and behind a part of the layer."""
+    """Norm weight ``[H]``, like all norms before and after attention and MLP."""
     behind_attention: Tensor | None
     before_mlp: Tensor | None
     behind_mlp: Tensor | None
     query_norm: Tensor | None
-    """``[d]`` for each head or ``[heads · d]`` for all as one."""
+    """Norm weight ``[d]`` for each head, or ``[heads · d]`` for all heads as one."""
     key_norm: Tensor | None
     sinks: Tensor | None
-    """As :class:`AttentionOptions` has them."""
+    """Attention sinks (:class:`AttentionOptions`)."""
     project: P
     output: P
     gate_up: P
@@ -191,7 +193,7 @@ class LayerWeights(Generic[P]):
 
     @property
     def norms(self) -> tuple[Tensor, Tensor] | None:
-        """Those of queries and keys, if there are any."""
+        """Norms of queries and keys, if there are any."""
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     @property
@@ -201,7 +203,7 @@ class LayerWeights(Generic[P]):
 
 
 class _Room:
-    """Memory for what lies between the products of layers, of as many tokens as were ever asked for."""
+    """Buffers for the activations of layers, for the largest number of tokens so far."""
 
     def __init__(self, shape: LayerShape, routings: Sequence[Routing[Product]]) -> None:
         self._shape, self._routings = shape, routings
@@ -232,7 +234,7 @@ class _Room:
 
 
 class Experts:
-    """The experts of a layer, each a part of its products."""
+    """Experts of a layer, each a part of its stacked weights."""
 
     def __init__(self, layer: LayerWeights[Product], shape: LayerShape) -> None:
         assert layer.routing is not None
@@ -247,7 +249,7 @@ class Experts:
         self._shape, self._room = shape, _Room(shape, [of])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What they make of normed states ``[T, H]``, of which each token has its own."""
+        """Return the weighted sum of each token's experts for normed states ``[T, H]``."""
         x = x.contiguous()
         out = torch.empty_like(x)
         shape, room = self._shape.struct, self._room.of(len(x))
@@ -258,10 +260,10 @@ class Experts:
 
 
 class Decoder:
-    """Layers of one shape that run one after another in one call."""
+    """Layers of one shape that run in one call."""
 
     def __init__(self, layers: Sequence[LayerWeights[Product]], shape: LayerShape, turns: Sequence[int]) -> None:
-        """``turns``: which of a pass's rotary embeddings each layer has; -1: none."""
+        """Take the layers and ``turns``, each layer's index of a rotary embedding of the pass; -1: none."""
         self._layers, self._shape = tuple(layers), shape
         self._array = (_Layer * len(layers))()
         self._norms: list[Tensor] = []
@@ -281,7 +283,7 @@ class Decoder:
         self._room = _Room(shape, [layer.routing for layer in layers if layer.routing is not None])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
-        """Where each layer's K and V lie, ``[slots, shared, d]``, and which of a pass's plans it attends by."""
+        """Set each layer's K and V pools ``[slots, shared, d]``, and its index of an attention plan of the pass."""
         for struct, *pools, plan in zip(self._array, keys, values, plans, strict=True):
             struct.key_pool, struct.value_pool = map(pointer, pools)
             struct.plan = plan
@@ -289,9 +291,9 @@ class Decoder:
     def run(
         self, states: Tensor, turns: Sequence[Turns], plans: Sequence[AttentionPlan], tapped: Sequence[int] = ()
     ) -> Tensor:
-        """States ``[T, H]``, contiguous, through all layers in place.
+        """Run contiguous states ``[T, H]`` through all layers in place.
 
-        Returns the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
+        Return the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
         """
         structs = (_Plan * len(plans))(*(plan.struct for plan in plans))
         of_turns = (TurnsStruct * len(turns))(*(own.struct for own in turns))

@@ -1,4 +1,4 @@
-"""Formats of weights in the products of ``products.c``: bf16 numbers, codes to which volley rounds, and those of GGUF files."""
+"""Weight formats of ``products.c``: bf16 numbers, volley's own quantised formats, and those of GGUF files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,53 +10,53 @@ from torch import Tensor
 Weights = Literal["bf16", "int8", "int4"]
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 BLOCK, GROUP, PACK, LARGE = 16, 64, 32, 256
-"""Outputs whose weights lie together; inputs that share a scale in int8 and int4; inputs whose codes lie together; and inputs
-that share the scale of their groups' scales."""
+"""Numbers of outputs in a block, of inputs that share a scale in int8 and int4, of inputs whose codes are packed together, and of
+inputs that share the scale of their groups' scales."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is kept: ``code · scale``, or ``code · scale + least``, of every group of inputs."""
+    """Weight format: ``code · scale``, or ``code · scale + least``, for every group of inputs."""
 
     name: str
-    """One of :data:`WEIGHTS`, or GGUF's name of a type."""
+    """Name of the format, one of :data:`WEIGHTS` or of GGUF's types."""
     bits: int
     group: int
-    """Inputs that share a scale."""
+    """Number of inputs that share a scale."""
     scale: torch.dtype = torch.float16
     zero: int = 0
-    """The stored code that means zero."""
+    """Stored code of the number zero."""
     has_least: bool = False
     has_factors: bool = False
-    """The scale is a number for 256 inputs times a whole number for each group; so is the least value."""
+    """True if scales and minima are a number for 256 inputs times an integer for each group."""
     table: tuple[int, ...] = ()
-    """The numbers that codes stand for."""
+    """Numbers that the codes index; empty: codes are numbers themselves."""
 
     @property
     def weights(self) -> Weights:
-        """Kind of weights that the format is one of."""
+        """Return the user's name of the format's class: bf16, int8 or int4."""
         if self.name == "bf16":
             return "bf16"
         return "int8" if self.bits > 4 else "int4"
 
     @property
     def by_output(self) -> bool:
-        """One scale serves all inputs of an output."""
+        """Return whether all inputs of an output share one scale."""
         return self.name == "int8"
 
     @property
     def inputs(self) -> int:
-        """Number of which a layer's inputs must be a multiple."""
+        """Return the number of which a layer's inputs must be a multiple."""
         return LARGE if self.has_factors else max(self.group, PACK)
 
     @property
     def scaled_inputs(self) -> int:
-        """Inputs whose scales lie together."""
+        """Return the number of inputs whose scales are stored together."""
         return LARGE if self.has_factors else self.group
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales that lie together, for 16 outputs."""
+        """Return the bytes of the scales that are stored together, for 16 outputs."""
         factors = LARGE // self.group if self.has_factors else 0
         return (self.scale.itemsize + factors) * (1 + self.has_least) * BLOCK
 
@@ -82,30 +82,30 @@ _ALL = (
     Format("MXFP4", 4, 32, torch.bfloat16, table=(*_DOUBLED_FLOATS, *(-number for number in _DOUBLED_FLOATS))),
 )
 FORMATS = {own.name: own for own in _ALL}
-"""By name, in the order of the numbers that the library gives them."""
+"""Formats by name, in the order of their numbers in the library."""
 NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 STORED = {name: own for name, own in FORMATS.items() if name not in WEIGHTS}
-"""Formats that GGUF files have."""
+"""Formats of GGUF files."""
 
 
 class Codes(NamedTuple):
-    """A weight in whole numbers: ``codes [out, in]`` (int8), those that mean zero being 0, and what they are multiplied with."""
+    """Quantised weight: ``codes [out, in]`` (int8) with 0 for the number zero, their scales and minima."""
 
     format: Format
     codes: Tensor
     scales: Tensor
-    """``[out]`` for int8, else ``[out, in / group]``, or ``[out, in / 256]`` beside factors."""
+    """Scales: ``[out]`` for int8, else ``[out, in / group]``, or ``[out, in / 256]`` with factors."""
     least: Tensor | None = None
-    """Least values of groups, of the shape of ``scales``."""
+    """Minima of groups, in the shape of ``scales``."""
     factors: Tensor | None = None
-    """Whole numbers ``[out, in / group, 1 or 2]`` (int8): of scales, and of least values."""
+    """Integer factors ``[out, in / group, 1 or 2]`` (int8) of scales and minima."""
 
     def rows(self, rows: slice) -> "Codes":
-        """Codes of some outputs."""
+        """Return the codes of some outputs."""
         return Codes(self.format, *(None if part is None else part[rows] for part in self[1:]))  # type: ignore[arg-type]
 
     def dense(self) -> Tensor:
-        """The weight ``[out, in]`` in fp32."""
+        """Decode the weight ``[out, in]`` to fp32."""
         codes = self.codes.float()
         if self.format.table:
             codes = torch.tensor(self.format.table, dtype=torch.float32)[self.codes.long()]
@@ -120,7 +120,7 @@ class Codes(NamedTuple):
         return self.codes.shape[1] if self.scales.dim() == 1 else self.format.group
 
     def _of_groups(self, numbers: Tensor, place: int) -> Tensor:
-        """``[out, groups, 1]``."""
+        """Return the scales or minima of all groups, ``[out, groups, 1]``."""
         wide = numbers.float().view(len(numbers), -1, 1)
         if self.factors is None:
             return wide
@@ -128,7 +128,7 @@ class Codes(NamedTuple):
 
 
 class CodeSource(Protocol):
-    """Codes of a weight that are read some rows after others: :class:`Codes` are one."""
+    """Codes of a weight that are read some rows at a time, such as :class:`Codes`."""
 
     @property
     def format(self) -> Format: ...
@@ -137,10 +137,10 @@ class CodeSource(Protocol):
 
 
 class StackedCodes:
-    """Codes of one format, one below the other."""
+    """Stacked codes of one format."""
 
     def __init__(self, parts: Sequence[CodeSource], sizes: Sequence[int]) -> None:
-        """``sizes``: the outputs of each."""
+        """Stack ``parts`` with ``sizes`` outputs each."""
         self.format = parts[0].format
         assert all(part.format == self.format for part in parts), "codes of several formats"
         self._parts = tuple(zip(parts, sizes, strict=True))
@@ -158,7 +158,7 @@ class StackedCodes:
 
 
 def stacked(codes: Iterable[tuple[CodeSource, int]]) -> list[tuple[CodeSource, int]]:
-    """Codes of layers one below the other, with the outputs of each; neighbours of one format are joined."""
+    """Stack codes of layers, given with the outputs of each; neighbours of one format are joined."""
     runs: list[list[tuple[CodeSource, int]]] = []
     for one, size in codes:
         if runs and runs[-1][0][0].format == one.format:
@@ -171,11 +171,11 @@ def stacked(codes: Iterable[tuple[CodeSource, int]]) -> list[tuple[CodeSource, i
     ]
 
 
-# -- as the instructions read them ----------------------------------------------------------------------------------------
+# -- packed layout --------------------------------------------------------------------------------------------------------
 
 
 def packed(codes: Tensor, of: Format) -> Tensor:
-    """Lines of codes ``[out, in]``, a multiple of 16 outputs: bytes ``[out / 16, in / 32, bits, 16, 4]`` (``put_pack`` in C)."""
+    """Pack codes ``[out, in]``, a multiple of 16 outputs, to bytes ``[out / 16, in / 32, bits, 16, 4]`` (``put_pack`` in C)."""
     zero = 0 if of.table else of.zero
     quads = (codes.to(torch.int16) + zero).to(torch.uint8).view(len(codes), -1, 8, 4)
     lines = [_lines(quads >> first & 2**size - 1, size) for size, first in _halves(of.bits)]
@@ -183,7 +183,7 @@ def packed(codes: Tensor, of: Format) -> Tensor:
 
 
 def unpacked(lines: Tensor, of: Format) -> Tensor:
-    """Codes ``[..., in]`` of lines ``[..., in / 32, bits, 4]``."""
+    """Unpack lines ``[..., in / 32, bits, 4]`` to codes ``[..., in]``."""
     quads, begin = torch.zeros(*lines.shape[:-2], 8, 4, dtype=torch.int16), 0
     for size, first in _halves(of.bits):
         together = 8 // size
@@ -195,24 +195,24 @@ def unpacked(lines: Tensor, of: Format) -> Tensor:
 
 
 def _halves(bits: int) -> list[tuple[int, int]]:
-    """Split a code: how many bits lie together and the first of them, the lowest four or two and then those above."""
+    """Split a code into its lowest four or two bits and those above; return number of bits and first bit of each part."""
     low = 8 if bits == 8 else 4 if bits >= 4 else 2
     return [(low, 0)] + [(bits - low, low)] * (bits > low)
 
 
 def _lines(quads: Tensor, size: int) -> Tensor:
-    """``[out, packs, size, 4]``: bytes that hold parts of ``size`` bits of neighbouring quads ``[out, packs, 8, 4]``."""
+    """Join parts of ``size`` bits of neighbouring quads ``[out, packs, 8, 4]`` into bytes ``[out, packs, size, 4]``."""
     together = quads.view(*quads.shape[:2], size, 8 // size, 4).long() << torch.arange(0, 8, size)[:, None]
     return together.sum(dim=3).to(torch.uint8)
 
 
 def _side_by_side(rows: Tensor) -> Tensor:
-    """``[out / 16, n, m, 16, …]`` of ``[out, n, m, …]``."""
+    """Reshape ``[out, n, m, …]`` to ``[out / 16, n, m, 16, …]``."""
     return rows.reshape(-1, BLOCK, *rows.shape[1:]).movedim(1, 3).contiguous()
 
 
 def packed_scales(codes: Codes) -> Tensor:
-    """Scales of a multiple of 16 outputs: fp32 ``[out]``, or bytes ``[out / 16, in / scaled_inputs, scale_bytes]``."""
+    """Pack the scales of a multiple of 16 outputs: fp32 ``[out]``, or bytes ``[out / 16, in / scaled_inputs, scale_bytes]``."""
     of = codes.format
     if of.by_output:
         return codes.scales
@@ -224,12 +224,12 @@ def packed_scales(codes: Codes) -> Tensor:
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """``[out / 16, n, bytes]`` of numbers ``[out, n, m]``."""
+    """Convert numbers ``[out, n, m]`` to bytes ``[out / 16, n, bytes]``."""
     return _side_by_side(rows).flatten(2).view(torch.uint8)
 
 
 def unpacked_scales(scales: Tensor, of: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scales, least values and factors of blocks ``scales [n, parts, bytes]``, the 16 outputs last: ``[n, …, 16]``."""
+    """Unpack ``scales [n, parts, bytes]`` of blocks to scales, minima and factors ``[n, …, 16]``, the 16 outputs last."""
     each = 1 + of.has_least
     direct = each * BLOCK * of.scale.itemsize
     numbers = scales[..., :direct].contiguous().view(of.scale).view(*scales.shape[:2], each, BLOCK)

@@ -1,7 +1,4 @@
-"""The library of kernels, loaded from where it was built.
-
-It is built when the package is installed, where there is a C compiler.
-"""
+"""Loader of the library of kernels, which is built when the package is installed, if there is a C compiler."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_uint64, c_void_p
@@ -64,12 +61,12 @@ _SIGNATURES: dict[str, list[object]] = {
 
 
 def load(folder: Path) -> ctypes.CDLL | None:
-    """The library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
+    """Load the library in ``folder``; ``None`` if there is none, or if it was built from older sources or for another machine.
 
-    Masks, recurrent states, noise and rows in fp32 are for any CPU; ``library.usable(most)`` says on what all the rest runs,
-    ``most`` or less: 3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 not here.
+    Masks, recurrent states, noise and fp32 rows run on any CPU. ``library.usable(most)`` chooses the instructions for everything
+    else, ``most`` or less: 3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 for an unsupported CPU.
     """
-    own = str(get_config_var("EXT_SUFFIX"))  # one that was built for another version of Python may be of older sources
+    own = str(get_config_var("EXT_SUFFIX"))  # a library for another version of Python may be built from older sources
     for path in sorted(folder.glob("_kernels*.so"), key=lambda path: not path.name.endswith(own)):
         try:
             library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
@@ -87,16 +84,16 @@ def load(folder: Path) -> ctypes.CDLL | None:
 
 _library = load(Path(__file__).parent)
 is_built = _library is not None
-"""Whether the library was built, from these sources; masks, recurrent states, noise and rows in fp32 need no more."""
+"""True if the library was built from these sources; masks, recurrent states, noise and fp32 rows need no more."""
 _usable = 0 if _library is None else _library.usable(3)
 available = _usable > 0
-"""Whether it was, and its products run on this CPU."""
+"""True if it was built and its matmuls run on this CPU."""
 has_dot_products = _usable > 1
-"""Whether they have AVX512's for bf16 and for whole numbers (VNNI)."""
+"""True if the matmuls use AVX512's dot products for bf16 and for integers (VNNI)."""
 
 
 def functions() -> ctypes.CDLL:
-    """The library, where it was built."""
+    """Return the library, which must have been built."""
     assert _library is not None, "ask native.available or native.is_built first"
     return _library
 

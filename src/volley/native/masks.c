@@ -5,7 +5,7 @@
 #define WORD 64
 
 
-/* ``logits`` are the bits of floats: on integers the compiler finds the vector instructions. */
+/* Set forbidden logits to -inf. ``logits`` are the bits of floats, because the compiler vectorises this for integers only. */
 FOR_EACH_CPU void forbid(uint32_t *logits, const uint8_t *allowed, int64_t size) {
     int64_t whole = size / WORD * WORD;
     for (int64_t start = 0; start < whole; start += WORD) {
@@ -36,14 +36,14 @@ static inline uint64_t word_at(const uint8_t *allowed, int64_t start, int64_t si
     return left < WORD ? word & ((1ull << left) - 1) : word;
 }
 
-#define FEW 12 /* tokens of a word that are faster one by one */
+#define FEW 12 /* allowed tokens of a word up to which a loop over them is faster */
 
-/* ``x`` where bit ``i`` of ``bits`` is set, else ``other``. */
+/* Return ``x`` if bit ``i`` of ``bits`` is set, else ``other``. */
 static inline float chosen(float x, uint32_t bits, int i, float other) { return bits >> i & 1u ? x : other; }
 
 static inline float power_of(float x) { return x < -87.0f ? 0.0f : exponential(x); }
 
-/* The softmax of scale * logits over the allowed tokens; all others get 0. */
+/* Compute the softmax of scale * logits over the allowed tokens; all others get 0. */
 FOR_EACH_CPU void allowed_softmax(const float *restrict logits, const uint8_t *restrict allowed, float *restrict probs,
                                   int64_t size, float scale) {
     float largest = -INFINITY, parts[32];
@@ -100,9 +100,9 @@ FOR_EACH_CPU void allowed_softmax(const float *restrict logits, const uint8_t *r
     }
 }
 
-/* The allowed token with the largest logit, the first of equal ones, or −1 if no allowed token has one; and its probability
-   among the allowed tokens, if ``sure`` is not NULL. With ``outputs [n, rank]`` a logit grows by the product of ``mixed`` and
-   the token's row there, which is ``places[token]`` or the token itself. ``values`` has room for all tokens. */
+/* Find the allowed token with the largest logit, the first of equal ones, or −1 if all allowed tokens have −inf; and its
+   probability among the allowed tokens, if ``sure`` is not NULL. With ``outputs [n, rank]`` a logit grows by the product of
+   ``mixed`` and the token's row there, ``places[token]`` or the token itself. ``values`` is a buffer for all tokens. */
 FOR_EACH_CPU void allowed_best(const bf16 *restrict logits, const uint8_t *restrict allowed, int64_t size,
                                const bf16 *restrict outputs, const float *restrict mixed, const int64_t *restrict places,
                                int64_t rank, float *restrict values, int64_t *best, float *sure) {

@@ -6,12 +6,12 @@
 
 enum { COUNTERS = 64 };
 
-/* -log(1 - u) for 0 < u < 1. The argument of the logarithm is rounded: what was lost there is put back by the quotient. */
+/* Return -log(1 - u) for 0 < u < 1. The quotient corrects the rounding of the logarithm's argument. */
 static inline float waiting_time(float u) {
     float rest = 1.0f - u, mantissa;
     int32_t bits, power;
     memcpy(&bits, &rest, 4);
-    power = ((bits - 0x3f3504f3) >> 23);  /* of 2, so that the mantissa lies about 1 */
+    power = ((bits - 0x3f3504f3) >> 23);  /* power of 2 that leaves a mantissa near 1 */
     bits -= power << 23;
     memcpy(&mantissa, &bits, 4);
     float t = mantissa - 1.0f, square = t * t, p = 7.0376836292e-2f;

@@ -1,4 +1,4 @@
-"""What the system is told about pages of memory, and room for weights, which every pass reads from end to end."""
+"""Advice to the system about pages of memory, and memory for weights, which every pass reads from end to end."""
 
 import ctypes
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 ON_LINUX = sys.platform == "linux"
 DONT_NEED = 4
-"""MADV_DONTNEED: the pages of a file leave this process, and come again if they are read."""
+"""MADV_DONTNEED: drop the pages of a file from this process; a later access reads them again."""
 _HUGE_PAGES = 14  # MADV_HUGEPAGE
 _LARGE = 2 * 2**20
 
@@ -22,14 +22,14 @@ def c_library() -> ctypes.CDLL:
 
 
 def advise(address: int, size: int, advice: int) -> None:
-    """``madvise`` for whole pages, on Linux."""
+    """Call ``madvise`` for whole pages, on Linux."""
     c_library().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
 
 
 def in_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-    """Room for a tensor, in pages of 2 MiB as far as it fills such: a processor then looks up fewer addresses while it reads.
+    """Allocate a tensor in pages of 2 MiB, as far as it fills them, so that reading it needs fewer address lookups.
 
-    Ordinary pages are 4 KiB. Where the system has no large ones to give, or is not Linux, the room is in these.
+    If the system has no large pages, or is not Linux, the tensor is in ordinary pages of 4 KiB.
     """
     size = math.prod(shape) * dtype.itemsize
     if not ON_LINUX or size < _LARGE:

@@ -1,8 +1,8 @@
-/* Products of a few rows with weights that lie as the instructions read them: a pass over the weights at memory's speed.
+/* Matmuls of a few rows with packed weights, which are read at the speed of memory.
  *
- * bf16 weights are summed in fp32, in one order for every number of rows. Codes meet inputs in int8, with a scale for every group
- * of inputs of a row; sums within these are integers, so they are exact in any order. A group's least value meets the sum of its
- * inputs, which is found once for all outputs.
+ * bf16 weights are summed in fp32, in one order for every number of rows. For quantised weights the inputs are quantised to int8,
+ * with a scale for every group of inputs of a row. Sums within a group are integers, so they are exact in any order. A group's
+ * minimum is multiplied by the sum of its inputs, which is computed once for all outputs.
  */
 #include "products.h"
 
@@ -13,31 +13,31 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define UNIT 4   /* bytes of a row that one dot product takes: two inputs in bf16, or four codes */
-#define TILE 16  /* rows whose units lie together */
-#define LONG 512 /* inputs from which on several blocks are multiplied at once; shorter ones are read faster one after another */
+#define UNIT 4   /* bytes of a row in one dot product: two inputs in bf16, or four codes */
+#define TILE 16  /* rows whose units are stored together */
+#define LONG 512 /* inputs from which several blocks are multiplied at once; shorter blocks are read faster one after another */
 
 static int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
 
 int has_tiles, has_dot;
 
-/* Rows up to which codes are multiplied without tiles, which want codes of less than eight bits opened first. */
+/* Return the rows up to which codes are multiplied without tiles; tiles need codes below eight bits unpacked first. */
 static int64_t most_direct(const Product *product) { return FORMATS[product->kind].bits < 8 ? 4 : 1; }
 
 static int uses_tiles(const Product *product, int64_t rows) {
     return has_tiles && (product->kind == BF16 || rows > most_direct(product));
 }
 
-/* Whether the kernel reads x as it is. */
+/* Return whether the kernel reads x unpacked. */
 static int reads_rows(const Product *product, int64_t rows) {
     return product->kind == BF16 && (!has_dot || has_tiles || rows == 1);
 }
 
-/* Numbers below it are zeros: 127 divided by them would be infinite. */
+/* Magnitude below which a group is zero: 127 divided by it would be infinite. */
 static const float LEAST = 1e-30f;
 
 INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes, float *scale, void *sum) {
-    int32_t magnitude = 0; /* as bits: what is not a number is above all numbers, so the scale becomes none either */
+    int32_t magnitude = 0; /* as bits: NaN is above all numbers, so the scale becomes NaN too */
     for (int i = 0; i < size; i++) {
         int32_t bits = x[i] & 0x7fff;
         magnitude = bits > magnitude ? bits : magnitude;
@@ -57,10 +57,10 @@ INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes,
     memcpy(sum, zero ? (void *)&total : (void *)&scaled, 4);
 }
 
-/* Rows of the tile that begins at row ``first``. */
+/* Return the number of rows of the tile that begins at row ``first``. */
 static int64_t in_tile(int64_t rows, int64_t first) { return rows - first < TILE ? rows - first : TILE; }
 
-/* Inputs [begin, end) of all rows in codes. ``in_units``: as dot products read them (prepare). */
+/* Quantise inputs [begin, end) of all rows. ``in_units``: in the layout of dot products (prepare). */
 FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t stride, int64_t rows, int in_units, Prepared to,
                                   int64_t begin, int64_t end) {
     int64_t inputs = product->inputs, group = FORMATS[product->kind].group, groups = inputs / group;
@@ -82,7 +82,7 @@ FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t
     }
 }
 
-/* bf16 inputs [begin, end) of all rows as dot products read them. */
+/* Write bf16 inputs [begin, end) of all rows in the layout of dot products. */
 static void interleave(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
     for (int64_t first = 0; first < rows; first += TILE) {
         int64_t count = in_tile(rows, first);
@@ -92,8 +92,8 @@ static void interleave(const Product *product, const bf16 *x, int64_t stride, in
     }
 }
 
-/* Write inputs [begin, end) of x [rows, inputs] as the product's kernel reads them. Dot products read units of four bytes, of the
- * rows of a tile one beside the other: [rows / 16][units][16, or the rows that are left]. Of one row that is the row. */
+/* Pack inputs [begin, end) of x [rows, inputs] for the kernel. Dot products read units of four bytes, with those of a tile's
+ * rows side by side: [rows / 16][units][16, or the remaining rows]. A single row stays as it is. */
 static void prepare(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
     int in_units = has_dot && !uses_tiles(product, rows);
     if (product->kind != BF16)
@@ -110,7 +110,8 @@ FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 
     }
 }
 
-/* Accumulators 0 to 3 for up to 64 rows, 4 and 5 for ``bytes`` of inputs (5 has the rows of the last accumulator), 6 for weights. */
+/* Configure tiles: 0 to 3 are accumulators of up to 64 rows, 4 and 5 are for ``bytes`` of inputs (5 has the rows of the last
+ * accumulator), 6 is for weights. */
 AMX static void configure(int64_t rows, int64_t bytes) {
     int64_t tiles = (rows + 15) / 16;
     Tiles config = whole_tiles();
@@ -127,9 +128,9 @@ AMX static inline __attribute__((always_inline)) void zero_tiles(void) {
     _tile_zero(3);
 }
 
-#define AHEAD 4096 /* bytes of weights between what is read and what is fetched */
+#define AHEAD 4096 /* distance of prefetching in bytes of weights */
 
-/* With tiles: far ahead into the second cache, and from there into the first, which would otherwise wait for memory. */
+/* Prefetch for tiles: far ahead into the second cache, and from there into the first. */
 #define PREFETCH(place, bytes)                                                                      \
     for (int line = 0; line < (bytes); line += 64) {                                                \
         _mm_prefetch((const char *)(place) + line + 16384, _MM_HINT_T1);                            \
@@ -182,19 +183,19 @@ DOT INLINE void add_units(const uint8_t *codes, const int8_t *x, int64_t inputs,
     }
 }
 
-/* Sums of ``blocks`` blocks and ``count`` rows, at most 24 together: as many as registers hold beside weights. */
+/* Compute the sums of ``blocks`` blocks and ``count`` rows, at most 24 sums, as many as registers hold beside weights. */
 DOT INLINE void tile_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int blocks, int count, float (*sums)[MOST][BLOCK]) {
     __m512 own[24];
     int64_t units = inputs / 2, turn = blocks > 1 && units > AHEAD / 64 ? units - AHEAD / 64 : 0;
     for (int i = 0; i < blocks * count; i++) own[i] = _mm512_setzero_ps();
     add_units(codes, x, inputs, 0, turn, AHEAD, blocks, count, own);
-    /* What lies behind the end of a block is another one of these: the next are further on. */
+    /* Memory after the end of a block is another of these blocks, so the next ones are further on. */
     add_units(codes, x, inputs, turn, units, AHEAD + (blocks - 1) * inputs * 32, blocks, count, own);
     for (int b = 0; b < blocks; b++)
         for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[b][r], own[b * count + r]);
 }
 
-/* Sums of blocks and of a tile of ``rows``. Memory is read fastest in one run, which is the bound for few rows. */
+/* Compute the sums of blocks and of a tile of ``rows``. Sequential reads are fastest, and memory limits few rows. */
 DOT static void blocks_dot(const uint8_t *codes, const int8_t *x, int64_t inputs, int64_t blocks, int64_t rows,
                            float (*sums)[MOST][BLOCK]) {
     int64_t b = 0;
@@ -211,13 +212,13 @@ DOT static void blocks_dot(const uint8_t *codes, const int8_t *x, int64_t inputs
 #undef RUN
 }
 
-/* Bits of each byte from place ``from`` on, moved to ``to`` on. */
+/* Move the bits of each byte from position ``from`` to ``to``. */
 DOT INLINE __m512i moved(__m512i bytes, int from, int to, int mask) {
     __m512i there = from == to ? bytes : from > to ? _mm512_srli_epi16(bytes, from - to) : _mm512_slli_epi16(bytes, to - from);
     return _mm512_and_si512(there, _mm512_set1_epi8((char)mask));
 }
 
-/* The codes of quads ``quad`` and the next, of 16 outputs; see put_pack. */
+/* Unpack quad ``quad`` and the next one, of 16 outputs; see put_pack. */
 DOT INLINE void unpack(int kind, const uint8_t *pack, int quad, __m512i *one, __m512i *two) {
     int bits = FORMATS[kind].bits, second = quad % 4 * 2;
     if (bits == 8) {
@@ -245,7 +246,7 @@ DOT INLINE void unpack(int kind, const uint8_t *pack, int quad, __m512i *one, __
     }
 }
 
-/* Add one group of inputs to what is ``found``, for ``count`` rows of a tile of ``rows``; quads from ``first`` on of a pack. */
+/* Add one group of inputs to the sums ``found``, for ``count`` rows of a tile of ``rows``; quads from ``first`` on of a pack. */
 DOT INLINE void group_dot(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t rows, int count, __m512i *found) {
     _Pragma("GCC unroll 8") for (int quad = 0; quad < FORMATS[kind].group / 4; quad += 2) {
         __m512i one, two;
@@ -260,7 +261,7 @@ DOT INLINE void group_dot(int kind, const uint8_t *pack, int first, const int8_t
     }
 }
 
-typedef struct { /* of a group, for 16 outputs */
+typedef struct { /* scales and minima of a group, for 16 outputs */
     __m512 scale, least;
 } Scales;
 
@@ -269,7 +270,7 @@ DOT INLINE __m512 of_bytes(const uint8_t *at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 
-/* INT8 has scales of whole outputs instead (scale_outputs). */
+/* Load the scales of a group; INT8 has scales of whole outputs instead (scale_outputs). */
 DOT INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g) {
     const uint8_t *own = scales_at(kind, scales, g), *factors = factors_at(kind, scales, g);
     int more = num_scales(kind) > 1;
@@ -288,12 +289,12 @@ DOT INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g) {
     }
 }
 
-/* What the codes of a group's weights mean is (code - zero) times a scale: integer sums begin at -zero times the inputs. */
+/* Return the initial integer sums, -zero times the inputs, because a weight is (code - zero) times a scale. */
 DOT INLINE __m512i first_sums(int kind, Prepared x, int64_t place) {
     return FORMATS[kind].zero ? _mm512_set1_epi32(x.sums[place]) : _mm512_setzero_si512();
 }
 
-/* Add a group whose exact sums were found. */
+/* Add the exact sums of a group. */
 DOT INLINE __m512 add_group(int kind, __m512i found, __m512 sum, Prepared x, int64_t place, Scales of_outputs) {
     __m512 scale = _mm512_mul_ps(_mm512_set1_ps(x.scales[place]), of_outputs.scale);
     sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(found), scale, sum);
@@ -303,10 +304,10 @@ DOT INLINE __m512 add_group(int kind, __m512i found, __m512 sum, Prepared x, int
     return _mm512_fmadd_ps(_mm512_set1_ps(inputs), of_outputs.least, sum);
 }
 
-/* Groups that are multiplied in one turn, so that a pack is whole. */
+/* Return the number of groups multiplied at once, which fill a pack. */
 INLINE int in_turn(int kind) { return FORMATS[kind].group < PACK ? PACK / FORMATS[kind].group : 1; }
 
-/* Sums of ``count`` rows, from ``row`` on, of a tile of ``rows`` whose inputs are x. */
+/* Compute the sums of ``count`` rows, from ``row`` on, of a tile of ``rows`` with inputs x. */
 DOT INLINE void rows_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t rows,
                            int64_t row, int count, float (*sums)[BLOCK]) {
     int group = FORMATS[kind].group, turn = in_turn(kind), bytes = group * turn * 2 * FORMATS[kind].bits;
@@ -347,7 +348,7 @@ DOT static void block_codes(const Product *product, const uint8_t *codes, const 
 #undef CODES
 }
 
-/* Codes of group ``g`` of weights, a byte each, as tiles read them. */
+/* Unpack the codes of group ``g`` of weights to bytes, in the layout of tiles. */
 AMX INLINE void open_group(int kind, const uint8_t *codes, int64_t g, uint8_t *opened) {
     int group = FORMATS[kind].group, turn = in_turn(kind), quads = group / 4;
     const uint8_t *pack = codes + g / turn * turn * group * 2 * FORMATS[kind].bits;
@@ -364,7 +365,7 @@ AMX INLINE void open_group(int kind, const uint8_t *codes, int64_t g, uint8_t *o
 #undef OPEN
 }
 
-/* What tiles read and write is on the stack: each use of a thread's own memory would be a call, which spills all vectors. */
+/* Compute the sums with tiles, whose memory is on the stack: each access to thread-local memory would be a call that spills. */
 AMX INLINE void tiles_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row,
                             int64_t rows, int32_t (*found)[BLOCK], uint8_t (*opened)[1024], float (*sums)[BLOCK]) {
     int group = FORMATS[kind].group, bits = FORMATS[kind].bits, bytes = group * 2 * bits;
@@ -376,7 +377,7 @@ AMX INLINE void tiles_codes(int kind, int64_t inputs, const uint8_t *codes, cons
         const int8_t *inputs_of = x.values + row * inputs + g * group;
         PREFETCH(own, bytes)
         if (bits < 8) {
-            if (g + 1 < groups) open_group(kind, codes, g + 1, opened[(g + 1) & 1]); /* a turn early, or tiles would wait */
+            if (g + 1 < groups) open_group(kind, codes, g + 1, opened[(g + 1) & 1]); /* ahead, so that tiles do not wait */
             __asm__ volatile("" ::: "memory");
             own = opened[g & 1];
         }
@@ -415,14 +416,14 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
         for (int i = 0; i < BLOCK; i++) sums[r][i] *= scales[i];
 }
 
-/* The outputs of blocks [begin, end). */
+/* Compute the outputs of blocks [begin, end). */
 static void multiply_blocks(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out,
                             int64_t add, int64_t begin, int64_t end) {
     static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
     int tiles = uses_tiles(product, rows), dots = has_dot && !tiles, plain = product->kind == BF16;
     int64_t inputs = product->inputs, configured = 0, most = dots ? TILE : MOST, together = !plain || tiles || (dots && rows > TILE) ? 1 : TOGETHER;
     int kind = (int)product->kind, by_output = FORMATS[kind].scale == OF_OUTPUT;
-    int64_t bytes = inputs * 2 * FORMATS[kind].bits; /* of a block */
+    int64_t bytes = inputs * 2 * FORMATS[kind].bits; /* bytes of a block */
     int64_t of_scales = by_output ? BLOCK * 4 : inputs / scaled_inputs(kind) * scale_bytes(kind);
     for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
@@ -465,9 +466,9 @@ void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared ro
     for (; product; out += product->outputs, product = product->next) multiply_part(product, x, stride, room, rows, out, add);
 }
 
-/* Which kernels products and attention run on from now on, ``most`` or what this CPU has: 3 with tiles, which must be asked for
-   once in a process, 2 with AVX512's dot products, 1 with AVX2 alone, 0 on none. Some of x86-64-v3 and v4 is masked in virtual
-   machines. */
+/* Choose the instructions for matmuls and attention, at most ``most``, and return them: 3 with tiles, which a process must
+   request once, 2 with AVX512's dot products, 1 with AVX2 alone, 0 for none. Virtual machines mask some features of x86-64-v3
+   and v4. */
 #define HAS __builtin_cpu_supports
 int64_t usable(int64_t most) {
     int64_t level = HAS("avx2") && HAS("fma") && HAS("bmi") && HAS("bmi2") && HAS("f16c") && HAS("lzcnt") && HAS("movbe");
@@ -487,7 +488,7 @@ int64_t usable(int64_t most) { return most & 0; }
 
 #endif
 
-/* The same from outside of a region. ``values``, ``scales`` and ``sums`` are the room. */
+/* Run ``multiply`` in a parallel region of its own, with the buffers ``values``, ``scales`` and ``sums``. */
 void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *values, float *scales, int32_t *sums, bf16 *out,
             int64_t rows) {
     Prepared room = {values, scales, sums};

@@ -3,18 +3,18 @@
 
 #include "common.h"
 
-#define BLOCK 16  /* outputs whose weights lie together */
+#define BLOCK 16  /* outputs in a block of weights */
 #define GROUP 64  /* inputs that share a scale in INT8 and INT4 */
-#define PACK 32   /* inputs whose codes lie together */
+#define PACK 32   /* inputs whose codes are packed together */
 #define LARGE 256 /* inputs that share the fp16 scale of scales */
 
-/* Numbers, codes to which volley rounds, and those that GGUF files have. The order is that of FORMATS, and of native/formats.py. */
+/* bf16 numbers, volley's quantised formats, and those of GGUF files, in the order of FORMATS and of native/formats.py. */
 enum { BF16, INT8, INT4, Q8_0, Q5_0, Q4_0, Q5_1, Q4_1, Q6_K, Q5_K, Q4_K, Q3_K, Q2_K, IQ4_NL, IQ4_XS, MXFP4 };
-enum { NONE, OF_OUTPUT, FLOAT, HALF, BRAIN, PRODUCT }; /* PRODUCT: fp16 for 256 inputs times a whole number for each group */
+enum { NONE, OF_OUTPUT, FLOAT, HALF, BRAIN, PRODUCT }; /* PRODUCT: fp16 for 256 inputs times an integer for each group */
 
 typedef struct {
-    int bits, group; /* of a code; inputs that share a scale */
-    int zero;        /* the code of zero; where it is 0, groups have a least value, which is added to code times scale */
+    int bits, group; /* bits of a code; inputs that share a scale */
+    int zero;        /* the code of zero; if it is 0, groups have a minimum, which is added to code times scale */
     int scale, table;
 } Format;
 
@@ -27,25 +27,25 @@ static const Format FORMATS[] = {
     [MXFP4] = {4, 32, 128, BRAIN, 2},
 };
 
-/* What the codes of a table mean. */
+/* Numbers that the codes of a table index. */
 static const int8_t TABLES[][16] = {
     {0},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
 };
 
-/* Scales, or scales and least values. */
+/* Return 1 for scales alone, 2 for scales and minima. */
 INLINE int num_scales(int kind) { return FORMATS[kind].zero ? 1 : 2; }
 
-/* Inputs whose scales lie together, and the bytes that these take for a block: first fp16 (bf16, fp32) numbers [1 or 2][16], then
- * for PRODUCT whole numbers [groups][1 or 2][16] of a byte. */
+/* Return the inputs whose scales are stored together, and the bytes of these for a block: first fp16 (bf16, fp32) numbers
+ * [1 or 2][16], then for PRODUCT integers [groups][1 or 2][16] of a byte. */
 INLINE int scaled_inputs(int kind) { return FORMATS[kind].scale == PRODUCT ? LARGE : FORMATS[kind].group; }
 INLINE int scale_bytes(int kind) {
     int direct = (FORMATS[kind].scale == FLOAT ? 4 : 2) * BLOCK * num_scales(kind);
     return FORMATS[kind].scale == PRODUCT ? direct + LARGE / FORMATS[kind].group * BLOCK * num_scales(kind) : direct;
 }
 
-/* Where the scales of group ``g`` are, and where its whole numbers. */
+/* Return the addresses of the scales of group ``g``, and of its integer factors. */
 INLINE const uint8_t *scales_at(int kind, const uint8_t *scales, int64_t g) {
     return scales + g * FORMATS[kind].group / scaled_inputs(kind) * scale_bytes(kind);
 }
@@ -59,19 +59,19 @@ typedef struct Product {
     const uint8_t *codes; /* BF16: [outputs / 16][inputs / 2][16][2]; codes: [outputs / 16][inputs / 32][bits][16][4] (put_pack) */
     const void *scales;   /* INT8: fp32 [outputs]; else [outputs / 16][inputs / scaled_inputs][scale_bytes] */
     const bf16 *bias;     /* [outputs] or null */
-    const struct Product *next; /* with the outputs behind these, of the same inputs; or null */
+    const struct Product *next; /* the matmul of the next outputs with the same inputs, or null */
 } Product;
 
-typedef struct { /* inputs of a product as its kernel reads them */
-    int8_t *values; /* codes if the product is of codes, else bf16: [rows, inputs], or in units (prepare) */
-    float *scales;  /* [rows, inputs / group], of codes */
-    int32_t *sums;  /* [rows, inputs / group] of codes, times -zero; of formats with least values times the scale, in fp32 */
+typedef struct { /* inputs of a matmul, packed for its kernel */
+    int8_t *values; /* codes if the weight is quantised, else bf16: [rows, inputs], or in units (prepare) */
+    float *scales;  /* [rows, inputs / group] */
+    int32_t *sums;  /* [rows, inputs / group]: sums of codes times -zero; for formats with minima sums times the scale, in fp32 */
 } Prepared;
 
-#define MOST 64     /* rows that share one look at a block */
-#define TOGETHER 16 /* blocks of bf16 that are summed in one call, and by AVX2 with inputs that are widened once */
+#define MOST 64     /* rows that share one read of a block */
+#define TOGETHER 16 /* bf16 blocks summed in one call; AVX2 converts their inputs to fp32 once */
 
-/* ``call(kind)`` with a constant, of codes that GGUF files have; and of all. */
+/* Call ``call(kind)`` with a constant: for GGUF's formats, and for all quantised formats. */
 #define BY_STORED(kind, call)                                                                       \
     switch (kind) {                                                                                 \
         case Q8_0: call(Q8_0); break;                                                               \
@@ -95,12 +95,12 @@ typedef struct { /* inputs of a product as its kernel reads them */
         default: BY_STORED(kind, call)                                                              \
     }
 
-/* A whole product, by all threads of the region it is called in: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs],
- * added to what is there if ``add``. ``room`` is for rows * inputs values of bf16, and their scales and sums. */
+/* Multiply with all threads of the enclosing parallel region: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs],
+ * added to out if ``add``. ``room`` holds rows * inputs values of bf16, and their scales and sums. */
 void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add);
 
 #if X86
-/* Sums [rows][16] with AVX2: of several blocks of bf16 weights, and of a block of codes, of rows from ``row`` on. */
+/* Compute sums [rows][16] with AVX2: for several blocks of bf16 weights, and for a block of codes, from row ``row`` on. */
 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
                  float (*sums)[MOST][BLOCK]);
 void block_codes_avx2(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int64_t rows,

@@ -1,14 +1,14 @@
-/* Products for CPUs that have AVX2 and FMA and no AVX-512. The weights lie as in products.c. */
+/* Matmuls for CPUs with AVX2 and FMA but without AVX-512. The layout of weights is that of products.c. */
 #include "products.h"
 
 #if X86
 #define AHEAD 2048
-#define MOST_ROWS 6   /* whose sums stay in registers */
-#define WIDENED 16384 /* inputs of all rows that are in fp32 at once: they stay in the second cache */
+#define MOST_ROWS 6   /* rows whose sums stay in registers */
+#define WIDENED 16384 /* inputs of all rows converted to fp32 at once, which fit in the second cache */
 
 static const int32_t second_halves[8] __attribute__((aligned(32))) = {-65536, -65536, -65536, -65536, -65536, -65536, -65536, -65536};
 
-/* Of two bf16 numbers side by side, the first in fp32; the second is what ``second_halves`` leaves. */
+/* Return the first of two adjacent bf16 numbers in fp32; masking with ``second_halves`` gives the second. */
 AVX2 INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 
 AVX2 INLINE __m256i broadcast(const void *four_bytes) {
@@ -17,14 +17,14 @@ AVX2 INLINE __m256i broadcast(const void *four_bytes) {
     return _mm256_set1_epi32(value);
 }
 
-/* Sums go on in place. GCC copies and spills them around its own multiply-adds where registers are few. */
+/* Multiply and add in place. With few registers GCC copies and spills sums around its own multiply-adds. */
 #define ADD_PRODUCT(sum, one, two) __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(one), "x"(two))
 
-/* Products of ``size`` inputs, added to the sums of rows; each input is loaded where it is used. */
+/* Add the products of ``size`` inputs to the sums of rows; each input is loaded where it is used. */
 AVX2 INLINE void few_rows(const uint8_t *codes, const float *x, int64_t stride, int64_t size, int count, float (*sums)[BLOCK]) {
     __m256 own[MOST_ROWS][2];
     const float *mask = (const float *)second_halves;
-    __asm__("" : "+r"(mask)); /* not known to be constant, so it stays in memory */
+    __asm__("" : "+r"(mask)); /* hides that it is constant, so it stays in memory */
     for (int r = 0; r < count; r++)
         for (int h = 0; h < 2; h++) own[r][h] = _mm256_loadu_ps(sums[r] + 8 * h);
     for (int64_t at = 0; at < size; at += 2) {
@@ -36,7 +36,7 @@ AVX2 INLINE void few_rows(const uint8_t *codes, const float *x, int64_t stride, 
             __m256 one = _mm256_broadcast_ss(x + r * stride + at);
             for (int h = 0; h < 2; h++) ADD_PRODUCT(own[r][h], one, weights[h]);
         }
-        __asm__ volatile("" ::: "memory"); /* loaded once more, instead of kept: there are too few registers */
+        __asm__ volatile("" ::: "memory"); /* reload it, because there are too few registers */
         for (int h = 0; h < 2; h++) weights[h] = _mm256_and_ps(_mm256_loadu_ps((const float *)(line + h)), _mm256_load_ps(mask));
         for (int r = 0; r < count; r++) {
             __m256 two = _mm256_broadcast_ss(x + r * stride + at + 1);
@@ -47,7 +47,7 @@ AVX2 INLINE void few_rows(const uint8_t *codes, const float *x, int64_t stride, 
         for (int h = 0; h < 2; h++) _mm256_storeu_ps(sums[r] + 8 * h, own[r][h]);
 }
 
-/* Even groups of rows: a group of one takes almost as long as one of four. */
+/* Split rows into even groups, because a group of one takes almost as long as one of four. */
 AVX2 static void add_block(const uint8_t *codes, const float *x, int64_t stride, int64_t size, int64_t rows, float (*sums)[BLOCK]) {
     int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t group = 0; group < groups; group++) {
@@ -68,11 +68,11 @@ AVX2 static void widen_row(const bf16 *x, int64_t size, float *to) {
     for (int64_t i = 0; i < size; i++) to[i] = widen(x[i]);
 }
 
-/* Inputs are widened once for several blocks, a part of them at a time; sums go on where they stopped, so parts change no bit. */
+/* Convert inputs to fp32 once for several blocks, in parts; sums continue across parts, so parts change no bit. */
 AVX2 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64_t inputs, int64_t blocks, int64_t rows,
                       float (*sums)[MOST][BLOCK]) {
     static _Thread_local float wide[WIDENED + 16 * MOST] __attribute__((aligned(64)));
-    int64_t part = WIDENED / rows / 32 * 32, spread = part + 16; /* rows not a power of two apart */
+    int64_t part = WIDENED / rows / 32 * 32, spread = part + 16; /* keeps the distance of rows from being a power of two */
     for (int64_t block = 0; block < blocks; block++) memset(sums[block], 0, rows * sizeof(sums[0][0]));
     for (int64_t at = 0; at < inputs; at += part) {
         int64_t size = inputs - at < part ? inputs - at : part;
@@ -82,13 +82,13 @@ AVX2 void blocks_avx2(const uint8_t *codes, const bf16 *x, int64_t stride, int64
     }
 }
 
-/* Bits of each byte from place ``from`` on, moved to ``to`` on. */
+/* Move the bits of each byte from position ``from`` to ``to``. */
 AVX2 INLINE __m256i moved(__m256i bytes, int from, int to, int mask) {
     __m256i there = from == to ? bytes : from > to ? _mm256_srli_epi16(bytes, from - to) : _mm256_slli_epi16(bytes, to - from);
     return _mm256_and_si256(there, _mm256_set1_epi8((char)mask));
 }
 
-/* The codes of a quad, of eight of 16 outputs; see put_pack. */
+/* Unpack a quad for eight of 16 outputs; see put_pack. */
 AVX2 INLINE __m256i unpack(int kind, const uint8_t *pack, int quad) {
     int bits = FORMATS[kind].bits, second = quad % 4 * 2;
 #define LINE(place) _mm256_loadu_si256((const __m256i *)(pack + (place) * 64))
@@ -100,8 +100,8 @@ AVX2 INLINE __m256i unpack(int kind, const uint8_t *pack, int quad) {
     return codes;
 }
 
-/* Integer sums of one group of inputs, added to what is ``found``, for codes with a sign. Products of two signed bytes must not
-   overflow 16 bits when two of them are added, so a weight's sign goes to its input. */
+/* Add the integer sums of one group of inputs to ``found``, for signed codes. The instruction takes one unsigned factor, and two
+   products must not overflow 16 bits, so a weight's sign moves to its input. */
 AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t inputs, int count,
                               __m256i (*found)[2]) {
     __m256i ones = _mm256_set1_epi16(1);
@@ -123,7 +123,7 @@ AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const in
     }
 }
 
-/* The same for codes from zero on: ``run`` sums of two products with inputs of at most 127 fit in 16 bits. */
+/* Add the sums for unsigned codes: ``run`` sums of two products with inputs of at most 127 fit in 16 bits. */
 AVX2 INLINE void unsigned_group(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t inputs, int count,
                                 __m256i (*found)[2]) {
     int quads = FORMATS[kind].group / 4, bits = FORMATS[kind].bits, most = bits == 6 ? 2 : bits == 5 ? 4 : 8;
@@ -145,7 +145,7 @@ AVX2 INLINE void unsigned_group(int kind, const uint8_t *pack, int first, const 
     }
 }
 
-typedef struct { /* of a group, for eight outputs */
+typedef struct { /* scales and minima of a group, for eight outputs */
     __m256 scale, least;
 } Scales;
 
@@ -154,7 +154,7 @@ AVX2 INLINE __m256 of_bytes(const uint8_t *at) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 
-/* Of outputs from 8 * ``h`` on; INT8 has scales of whole outputs instead. */
+/* Load the scales of a group for outputs from 8 * ``h`` on; INT8 has scales of whole outputs instead. */
 AVX2 INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g, int h) {
     const uint8_t *own = scales_at(kind, scales, g) + 16 * h, *factors = factors_at(kind, scales, g) + 8 * h;
     int more = num_scales(kind) > 1;

@@ -1,13 +1,13 @@
-/* Weights rounded to int8 and int4, and put where the products read them. Reference, to the bit: volley/native/codes.py. */
+/* Quantise weights to int8 and int4, and pack them for the matmuls. Reference, to the bit: volley/native/codes.py. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off") /* the reference rounds products before it adds them */
 #endif
 #include "products.h"
 
-#define CANDIDATES 9         /* scales that are tried for a group in int4 */
-#define SIDE (GROUP * BLOCK) /* numbers of groups side by side: number i of row r is i * BLOCK + r */
+#define CANDIDATES 9         /* scales tried for a group in int4 */
+#define SIDE (GROUP * BLOCK) /* numbers of 16 groups side by side: number i of row r is at i * BLOCK + r */
 
-/* The bits of the largest magnitude; what is not a number is above all numbers. */
+/* Return the bits of the largest magnitude; NaN is above all numbers. */
 INLINE int32_t largest(const float *values, int size) {
     int32_t most = 0;
     for (int i = 0; i < size; i++) {
@@ -19,15 +19,15 @@ INLINE int32_t largest(const float *values, int size) {
     return most;
 }
 
-/* The codes of 32 inputs of row ``row`` in a block, [lines of 64 bytes][16][4], four at a time. Eight bits: a line for each quad of
- * inputs. Fewer: lines with the low four bits (two, below four) of a quad beside those of the next ones; then lines with the
- * third or fifth bits of all eight quads, or the two highest of six of four quads. */
+/* Pack the codes of 32 inputs of row ``row`` into a block, [lines of 64 bytes][16][4], in quads of inputs. With eight bits a line
+ * holds a quad. With fewer, the first lines hold the low four bits of two quads (below four bits: the low two of four quads). The
+ * next lines hold the third or fifth bits of all eight quads, or the two high bits of four quads. */
 INLINE void put_pack(int64_t kind, const int8_t *codes, uint8_t *pack, int64_t row) {
     int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
     uint32_t quads[8], zero = (FORMATS[kind].table ? 0 : FORMATS[kind].zero) * 0x01010101u;
     for (int quad = 0; quad < 8; quad++) {
         memcpy(quads + quad, codes + 4 * quad, 4);
-        quads[quad] = (quads[quad] & ((1 << bits) - 1) * 0x01010101u) ^ zero; /* zero is half of the range */
+        quads[quad] = (quads[quad] & ((1 << bits) - 1) * 0x01010101u) ^ zero; /* zero is half the range */
     }
     for (int part = 0; part < 2; part++) { /* low bits, high bits */
         int size = part ? high : low, from = part ? low : 0;
@@ -51,7 +51,7 @@ INLINE void whole_numbers(const float *values, int8_t *codes) {
     for (int i = 0; i < GROUP; i++) codes[i] = (int8_t)(values[i] == values[i] ? (int32_t)values[i] : 0);
 }
 
-/* The number with the largest magnitude in each of 16 groups, the first of equal ones; NaN if there is one. */
+/* Find the number with the largest magnitude in each of 16 groups, the first of equal ones; NaN if there is one. */
 INLINE void extremes_of(const float *values, float *extremes) {
     int32_t most[BLOCK] = {0};
     memcpy(extremes, values, BLOCK * sizeof(float));
@@ -65,7 +65,7 @@ INLINE void extremes_of(const float *values, float *extremes) {
         }
 }
 
-/* Rounded to nearest, ties to even, by a number above which floats are whole. */
+/* Round to nearest, ties to even, by adding a number above which all floats are integers. */
 INLINE float int4_of(float quotient) {
     quotient = quotient < -8.0f ? -8.0f : quotient;
     quotient = quotient > 7.0f ? 7.0f : quotient;
@@ -99,7 +99,7 @@ INLINE void best_scales(const float *values, const float *extremes, float *best)
     }
 }
 
-/* Groups side by side, of up to 16 rows, from number ``at`` of each on; zeros stand for rows that are not there. */
+/* Load groups of up to 16 rows side by side, from number ``at`` of each row on; missing rows are zeros. */
 INLINE void load_side_by_side(const void *weight, int is_wide, int64_t at, int64_t inputs, int64_t rows, float *values) {
     float own[GROUP];
     if (rows < BLOCK) memset(values, 0, SIDE * sizeof(float));
@@ -185,7 +185,7 @@ FOR_EACH_CPU static void put_block(int64_t kind, const int8_t *codes, int64_t ro
         to_block;                                                                                   \
     }
 
-/* A weight [rows, inputs] in bf16 (``is_wide``: in fp32), to blocks of codes or of bf16 and to scales: int8 [rows], int4
+/* Pack a weight [rows, inputs] in bf16 (``is_wide``: in fp32) into blocks of codes or bf16, and scales: int8 [rows], int4
  * [rows, inputs / 64]. */
 void round_weight(int64_t kind, const void *weight, int64_t is_wide, int64_t rows, int64_t inputs, uint8_t *out, float *scales) {
     int64_t row = inputs * (is_wide ? 4 : 2), groups = kind == INT4 ? inputs / GROUP : 1;
@@ -193,12 +193,12 @@ void round_weight(int64_t kind, const void *weight, int64_t is_wide, int64_t row
     EACH_BLOCK(round_block(kind, from + first * row, is_wide, count, inputs, block, scales + first * groups))
 }
 
-/* Codes [rows, inputs] to blocks. */
+/* Pack codes [rows, inputs] into blocks. */
 void put_codes(int64_t kind, const int8_t *codes, int64_t rows, int64_t inputs, uint8_t *out) {
     EACH_BLOCK(put_block(kind, codes + first * inputs, count, inputs, block))
 }
 
-/* The numbers of row ``row`` that put_pack laid out, zero being 0. */
+/* Unpack the codes of row ``row`` that put_pack packed, with 0 for the number zero. */
 INLINE void take_pack(int kind, const uint8_t *pack, int64_t row, float *numbers) {
     int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
     const int8_t *table = TABLES[FORMATS[kind].table];
@@ -217,7 +217,7 @@ INLINE void take_pack(int kind, const uint8_t *pack, int64_t row, float *numbers
     }
 }
 
-/* A scale of group ``g``, or (``place`` 1) its least value, of row ``row`` of a block. */
+/* Return the scale of group ``g``, or (``place`` 1) its minimum, of row ``row`` of a block. */
 INLINE float scale_of(int kind, const uint8_t *scales, int64_t g, int64_t row, int place) {
     const uint8_t *own = scales_at(kind, scales, g) + place * 2 * BLOCK + row * 2;
     float scale;
@@ -245,7 +245,7 @@ INLINE void read_row(int kind, int64_t inputs, const uint8_t *codes, const uint8
     }
 }
 
-/* Rows ``rows [count]`` of the weight of a product, to out [count, inputs]. */
+/* Decode rows ``rows [count]`` of a matmul's weight to out [count, inputs]. */
 void read_rows(const Product *product, const int64_t *rows, int64_t count, bf16 *out) {
     int64_t inputs = product->inputs, kind = product->kind, bytes = inputs * 2 * FORMATS[kind].bits;
     int64_t of_scales = FORMATS[kind].scale == OF_OUTPUT ? BLOCK * 4 : inputs / scaled_inputs((int)kind) * scale_bytes((int)kind);

@@ -1,7 +1,7 @@
-/* What lies between the products of a decoder layer, row by row. A row's result depends on that row alone.
+/* Operations between the matmuls of a decoder layer, row by row. A row's result depends on that row alone.
  *
- * Roundings to bf16 are where transformers has them: before and behind a norm's weight or behind it alone, after each product of
- * the rotary embedding or behind their sum alone, after the activation.
+ * Values are rounded to bf16 where transformers rounds them: before and after a norm's weight or only after it, after each
+ * product of the rotary embedding or only after their sum, and after the activation.
  */
 #include "rows.h"
 
@@ -24,7 +24,7 @@ FOR_EACH_CPU void norm_row(const bf16 *x, const float *weight, bf16 *out, int64_
         for (int64_t i = 0; i < size; i++) out[i] = narrow(weight[i] * (widen(x[i]) * scale));
 }
 
-/* The same in fp32, where the weight may be null. */
+/* Norm a row in fp32; the weight may be null. */
 FOR_EACH_CPU static void norm_floats(const float *x, const float *weight, float *out, int64_t size, float eps) {
     float parts[16] = {0}, sum = 0;
     int64_t whole = size / 16 * 16;
@@ -54,7 +54,7 @@ FOR_EACH_CPU static void gelu_row(const float *gate, const float *up, float *out
     for (int64_t i = 0; i < size; i++) out[i] = gelu(gate[i]) * up[i];
 }
 
-/* gpt-oss's, rounded after each step */
+/* gpt-oss's activation, rounded after each step */
 INLINE float clamped(float gate, float up, float alpha, float limit) {
     gate = gate > limit ? limit : gate, up = up > limit ? limit : up < -limit ? -limit : up;
     float sigmoid = rounded(1.0f / (1.0f + exponential(-rounded(gate * alpha))));
@@ -80,22 +80,22 @@ FOR_EACH_CPU static void cap_row(bf16 *x, int64_t size, float cap) {
     for (int64_t i = 0; i < size; i++) x[i] = narrow(rounded(tangent(rounded(widen(x[i]) / cap))) * cap);
 }
 
-#define FEW 65536 /* elements below which a second thread costs more than it takes over */
+#define FEW 65536 /* elements below which a second thread costs more than it saves */
 
-/* x [rows, size] with so many elements from row to row; out [rows, size] */
+/* Norm x [rows, size], rows ``stride`` apart, to out [rows, size]. */
 void rms_norm(const bf16 *x, int64_t stride, const float *weight, bf16 *out, int64_t rows, int64_t size, float eps,
               int64_t rounds) {
 #pragma omp parallel for if (rows * size > FEW)
     for (int64_t row = 0; row < rows; row++) norm_row(x + row * stride, weight, out + row * size, size, eps, rounds);
 }
 
-/* The same in fp32, of x [rows, size]; the weight may be null. */
+/* Norm x [rows, size] in fp32; the weight may be null. */
 void rms_norm_floats(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
 #pragma omp parallel for if (rows * size > FEW)
     for (int64_t row = 0; row < rows; row++) norm_floats(x + row * size, weight, out + row * size, size, eps);
 }
 
-/* Norm of several heads, of each by itself or of all as one. */
+/* Norm several heads, each separately or all as one. */
 static void norm_heads(bf16 *x, const float *weight, int64_t heads, const Heads *of) {
     int64_t size = of->whole ? heads * of->dim : of->dim, count = of->whole ? 1 : heads;
     for (int64_t i = 0; weight && i < count; i++) norm_row(x + i * size, weight, x + i * size, size, of->eps, of->rounds);
@@ -110,22 +110,22 @@ void turn_row(bf16 *row, const float *of_queries, const float *of_keys, const Tu
         turn_head(row + head * of->dim, cos, sin, turns->width / 2, turns->rounds);
 }
 
-/* In place: the queries of x [rows, stride] normed by one weight, the keys behind them by another (null: not normed), all of them
- * turned (null: not turned). */
+/* Norm in place the queries of x [rows, stride] by one weight and the keys after them by another (null: no norm), then rotate
+ * them (null: no rotation). */
 void norm_and_turn(bf16 *x, int64_t stride, const float *of_queries, const float *of_keys, const Turns *turns, int64_t rows,
                    const Heads *of) {
 #pragma omp parallel for if (rows * (of->queries + of->keys) * of->dim > FEW)
     for (int64_t row = 0; row < rows; row++) turn_row(x + row * stride, of_queries, of_keys, turns, row, of);
 }
 
-/* activation(gate) * up of x [rows, gate | up] -> out [rows, size] */
+/* Compute activation(gate) * up of x [rows, gate | up] -> out [rows, size]. */
 void gated(const bf16 *x, bf16 *out, int64_t rows, int64_t size, const Activation *activation) {
 #pragma omp parallel for if (rows * size > FEW / 4)
     for (int64_t row = 0; row < rows; row++)
         gate_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size, activation);
 }
 
-/* x [rows, size] in place */
+/* Cap x [rows, size] in place. */
 void cap(bf16 *x, int64_t rows, int64_t size, float most) {
     int64_t parts = (size + FEW - 1) / FEW;
 #pragma omp parallel for if (rows * size > FEW / 4)
@@ -135,7 +135,7 @@ void cap(bf16 *x, int64_t rows, int64_t size, float most) {
     }
 }
 
-/* gelu(gate) * up of x [rows, gate | up] in fp32 -> out [rows, size] */
+/* Compute gelu(gate) * up of x [rows, gate | up] in fp32 -> out [rows, size]. */
 void gated_gelu_floats(const float *x, float *out, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > FEW / 4)
     for (int64_t row = 0; row < rows; row++) gelu_row(x + row * 2 * size, x + (row * 2 + 1) * size, out + row * size, size);

@@ -1,4 +1,4 @@
-"""What sampling does to whole rows of a vocabulary."""
+"""Sampling operations over whole rows of a vocabulary."""
 
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int64
@@ -14,7 +14,7 @@ from volley.native import functions, is_built
 
 
 def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
-    """Unit exponentials ``[size]`` (fp32): :mod:`volley.decode.noise`."""
+    """Return unit exponentials ``[size]`` (fp32); the reference is :mod:`volley.decode.noise`."""
     out = torch.empty(size, dtype=torch.float32)
     functions().exponentials(seed, purpose, position, out.data_ptr(), size)
     return out
@@ -28,8 +28,9 @@ def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
 
 
 def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temperature: float) -> None:
-    """The softmax of ``row [V] / temperature`` over the tokens with a bit in ``allowed [≥ V / 8]``, and 0 for all others, in
-    ``out [V]``; both fp32 and contiguous.
+    """Write to ``out [V]`` the softmax of ``row [V] / temperature`` over the tokens with a bit in ``allowed [≥ V / 8]``.
+
+    All other tokens get 0. ``row`` and ``out`` are fp32 and contiguous.
     """
     assert row.dtype == out.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
@@ -37,26 +38,27 @@ def allowed_softmax(row: Tensor, allowed: NDArray[np.uint8], out: Tensor, temper
 
 
 class Added(NamedTuple):
-    """What is added to the logits of a row: for token t ``outputs[places[t]] · mixed``, or ``outputs[t] · mixed``."""
+    """Correction of a row's logits: token t gets ``outputs[places[t]] · mixed``, or ``outputs[t] · mixed`` without places."""
 
     outputs: Tensor
-    """``[n, r]`` in bf16."""
+    """Output table ``[n, r]`` in bf16."""
     mixed: Tensor
-    """``[r]`` in fp32."""
+    """Factors ``[r]`` in fp32."""
     places: Tensor | None = None
-    """``[V]``"""
+    """Rows ``[V]`` of the table by token."""
 
 
 def can_choose(*tensors: Tensor) -> bool:
-    """Whether :func:`allowed_best` and :func:`follow` take such tensors."""
+    """Return whether :func:`allowed_best` and :func:`follow` support such tensors."""
     return is_built and all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
 
 
 def allowed_best(
     row: Tensor, allowed: NDArray[np.uint8], added: Added | None = None, *, with_chance: bool = False
 ) -> tuple[int, float] | None:
-    """The likeliest token of ``row [V]`` (bf16) with a bit in ``allowed [≥ V / 8]``, the first of equal ones, and its probability
-    among these tokens, 0 if nobody asks for that. ``None`` if all of them have −∞.
+    """Return the likeliest token of ``row [V]`` (bf16) with a bit in ``allowed [≥ V / 8]``, and its probability among these.
+
+    The first of equal tokens wins. The probability is 0 without ``with_chance``. Return ``None`` if all allowed tokens have −∞.
     """
     assert 8 * allowed.nbytes >= len(row), "every token has a bit"
     values, best, chance = np.empty(len(row), dtype=np.float32), c_int64(), c_float()
@@ -71,8 +73,10 @@ def allowed_best(
 
 
 class Tables(NamedTuple):
-    """A sequential head: the logit of token j after token c grows by ``outputs[j] · u``, with ``u = rows[c]``, or
-    ``silu(rows[c] + own)`` where the state of a position has a share ``own`` of its own. All in bf16."""
+    """Tables of a sequential head, in bf16: the logit of token j after token c grows by ``outputs[j] · u``.
+
+    ``u`` is ``rows[c]``, or ``silu(rows[c] + own)`` if the position's state has a share ``own``.
+    """
 
     rows: Tensor
     """``[n, r]``"""
@@ -92,11 +96,11 @@ def follow(
     *,
     by_place: bool = False,
 ) -> tuple[list[int], list[float]]:
-    """Greedy chains: the likeliest token of every position after the one before it, and its probability, among the ``most``
-    tokens of the largest ``logits [R, V]`` (bf16). ``R`` is the sum of ``sizes``.
+    """Return greedy chains: the likeliest token of every position after the previous one, and its probability.
 
-    ``drafted [N]`` are the tokens there are, all of them by default. A table has a row for each token, or with ``by_place`` for
-    each of ``drafted``. ``anchors`` are the rows of the tokens before the chains.
+    Candidates are the ``most`` tokens with the largest ``logits [R, V]`` (bf16); R is the sum of ``sizes``. ``drafted [N]`` are
+    the tokens that may be drafted, by default all. A table has a row for each token, or with ``by_place`` for each of
+    ``drafted``. ``anchors`` are the table rows of the tokens before the chains.
     """
     assert drafted is None or (drafted.dtype == torch.int64 and drafted.is_contiguous())
     count = logits.shape[1] if drafted is None else len(drafted)
@@ -118,8 +122,8 @@ def draw_after(
 ) -> int:
     """Draw one of n tokens by ``uniform`` from the softmax of ``(logits [n] + outputs [n, r] · mixed [r]) / temperature``.
 
-    The distribution is left in ``probs [n]`` (fp32). ``logits`` and ``outputs`` are in bf16, and ``outputs`` may have more rows.
-    Returns the place of the token. The reference is :func:`volley.decode.propose.walk_sampled`.
+    The distribution is written to ``probs [n]`` (fp32). ``logits`` and ``outputs`` are bf16, and ``outputs`` may have more rows.
+    Return the token's index. The reference is :func:`volley.decode.propose.walk_sampled`.
     """
     assert all(own.is_contiguous() for own in (logits, outputs, probs)), "they are read as they lie"
     assert (logits.dtype, outputs.dtype, probs.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)

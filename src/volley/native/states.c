@@ -1,15 +1,15 @@
-/* States of recurrent layers moved on to tokens that stay: each state is read once and written once.
+/* Advance states of recurrent layers over accepted tokens: each state is read once and written once.
  *
  * A head's state S [keys, values] becomes e^G S + the sum of e^(G - G_j) k_j u_j over the tokens j that stay, where G_j is a
- * token's sum of decays and G that of the last one. memory/recurrence.py has the same in PyTorch.
+ * token's sum of decays and G that of the last one. Reference: memory/recurrence.py.
  */
 #include "common.h"
 
-#define SMALLEST -50.6568f /* logarithm of the least factor that is not taken as 0 */
-#define AT_ONCE 64         /* tokens that are added at once */
+#define SMALLEST -50.6568f /* logarithm below which a factor counts as 0 */
+#define AT_ONCE 64         /* tokens added at once */
 #define BLOCK 64           /* values of a row whose sums are held at once */
 #define EACH_EIGHT for (int i = 0; i < BLOCK / 8; i++)
-#define FEW 65536          /* numbers of states below which a second thread costs more than it takes over */
+#define FEW 65536          /* elements of states below which a second thread costs more than it saves */
 
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -20,13 +20,13 @@ typedef struct { /* one layer's rule for the runs of a group; strides are those 
     int64_t heads, num_keys, num_values, by_channel;
 } Rule;
 
-typedef struct { /* slot ``target`` becomes what ``source`` (< 0: zeros) is after token ``row`` of run ``run`` */
+typedef struct { /* slot ``target`` becomes the state of ``source`` (< 0: zeros) after token ``row`` of run ``run`` */
     int64_t run, row, source, target;
 } Move;
 
 static inline float factor(float logarithm) { return logarithm > SMALLEST ? exponential(logarithm) : 0.0f; }
 
-/* out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. Sums of a whole block stay in registers. */
+/* Compute out = by * before (null: zeros) + the sum of weights[j] * rows[j]; ``out`` may be ``before``. */
 INLINE void move_row(float *out, const float *before, float by, const float *weights, const float *const *rows,
                      int64_t count, int64_t size) {
     int64_t start = 0;
@@ -43,7 +43,7 @@ INLINE void move_row(float *out, const float *before, float by, const float *wei
     }
 }
 
-/* One head: up to AT_ONCE tokens are added; ``is_first``: none was before, so the state decays as well. */
+/* Add up to AT_ONCE tokens to one head; ``is_first``: these are the first ones, so the state decays as well. */
 FOR_EACH_CPU static void move_head(const Rule *rule, const Move *move, int64_t head, const int64_t *tokens, int64_t count,
                                    const float *before, float *out, int is_first) {
     const float *keys[AT_ONCE], *rows[AT_ONCE], *totals[AT_ONCE];
@@ -78,7 +78,7 @@ static void move_state(const Rule *rule, const Move *move, int64_t head, const u
     }
 }
 
-/* All rules of a group; ``stays [moves, length]``. Moves are made in their order: a source may be the target of a later one. */
+/* Make all moves of a group in order, with ``stays [moves, length]``; a source may be the target of a later move. */
 void move_states(const Rule *rules, int64_t num_rules, const Move *moves, const uint8_t *stays, int64_t num_moves,
                  int64_t length) {
     int64_t heads = rules[0].heads, size = heads * rules[0].num_keys * rules[0].num_values;
@@ -97,7 +97,7 @@ typedef struct { /* one token of each run; all parts are contiguous, runs before
     int64_t runs, heads, num_keys, num_values, by_channel;
 } Token;
 
-/* first += the sum of of_first[i] * row i, and second likewise, for ``count`` (up to ROWS) rows of ``size`` numbers. */
+/* Add the sum of of_first[i] * row i to first, and second likewise, for ``count`` (up to ROWS) rows of ``size`` numbers. */
 #define ROWS 4
 INLINE void two_products(float *first, float *second, const float *of_first, const float *of_second,
                          const float *rows, int64_t count, int64_t size) {
@@ -119,7 +119,7 @@ INLINE void two_products(float *first, float *second, const float *of_first, con
         }
 }
 
-/* The token of one run and head: u = beta (v - (e^g k) S), o = (e^g q) S + (q k) u, S = e^g S + k u. */
+/* Take the token of one run and head: u = beta (v - (e^g k) S), o = (e^g q) S + (q k) u, S = e^g S + k u. */
 FOR_EACH_CPU static void take_head(const Token *token, int64_t run, int64_t head) {
     int64_t num_keys = token->num_keys, size = token->num_values, place = run * token->heads + head;
     float *state = token->states + (token->slots[run] * token->heads + head) * num_keys * size;

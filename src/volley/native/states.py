@@ -1,4 +1,4 @@
-"""States of recurrent layers moved on to the tokens that stay: one read and one write of each state."""
+"""Advance states of recurrent layers over accepted tokens, with one read and one write of each state."""
 
 from collections.abc import Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -21,20 +21,20 @@ class _Rule(Structure):
 
 
 class Moved(NamedTuple):
-    """One layer's states, and what the tokens of N runs made of them; all fp32 (:class:`volley.memory.recurrence.Trace`)."""
+    """States of a layer, and the updates by the tokens of N runs; all fp32 (:class:`volley.memory.recurrence.Trace`)."""
 
     states: Tensor
-    """``[slots, heads, keys, values]``, contiguous; changed in place."""
+    """States ``[slots, heads, keys, values]``, contiguous; changed in place."""
     keys: Tensor
     updates: Tensor
     totals: Tensor
 
 
 def move_states(layers: Sequence[Moved], moves: NDArray[np.int64], stays: NDArray[np.bool_]) -> None:
-    """Move states on, in the order of ``moves [M, 4]``: run, last token that stays, slot before (−1: zeros), slot after.
+    """Advance states in the order of ``moves [M, 4]``: run, last accepted token, source slot (−1: zeros), target slot.
 
-    ``stays [M, T]`` says which tokens are added. A slot may be a source of several moves, the last of which overwrites it.
-    All layers have as many heads.
+    ``stays [M, T]`` marks the tokens that are added. A slot may be the source of several moves, the last of which may overwrite
+    it. All layers have the same number of heads.
     """
     held, rules = [], (_Rule * len(layers))()
     for rule, (states, *parts) in zip(rules, layers, strict=True):
@@ -56,7 +56,7 @@ class _Token(Structure):
 
 
 def take_token(states: Tensor, slots: NDArray[np.int64], run: Sequence[Tensor | None]) -> Tensor:
-    """Outputs ``[N, heads, 1, values]`` of one token for each of N runs; ``states`` in ``slots [N]`` move on to it at once.
+    """Return outputs ``[N, heads, 1, values]`` of one token for each of N runs, and advance ``states`` in ``slots [N]`` over it.
 
     ``states [slots, heads, keys, values]`` are contiguous. ``run`` has the fields of :class:`volley.memory.recurrence.Run`. A
     slot belongs to one run.

@@ -1,1 +1,1 @@
-"""Drafter checkpoints in every format: their configs, reading, writing."""
+"""Drafter checkpoints in every format: their configs, readers and writers."""

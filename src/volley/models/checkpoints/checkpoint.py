@@ -1,4 +1,4 @@
-"""The config of a drafter checkpoint in z-lab's format: a Qwen3 config with ``dflash_config``; and a checkpoint as a whole."""
+"""Config of a drafter checkpoint in z-lab's format, a Qwen3 config with ``dflash_config``, and the checkpoint with tensors."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ from volley.models.checkpoints.variants import CONVOLUTION_KEYS, plain
 
 ARCHITECTURE = "DFlashDraftModel"
 
-# Keys every Qwen3 config may carry that say nothing about how a drafter computes.
+# Keys of Qwen3 configs that do not affect how a drafter computes.
 _IGNORED_KEYS = {
     "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
     "dtype", "eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers",
@@ -25,19 +25,18 @@ HEADS = ("residual", "markov", "dspark", "gated", "rnn", "selector", "domino")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """A sequential head on the slots (``heads.py``); in ``config.json`` the object ``head``."""
+    """Sequential head (``heads.py``); in ``config.json`` the object ``head``."""
 
     type: str
-    """``residual``; ``markov``, the same without the context; ``dspark``, a Markov head as two tables, ``gated`` and ``rnn``, the
-    same with a gate or a state; ``selector``: DFlash 2;
-    ``domino`` (``domino.py``)."""
+    """``residual``; ``markov``: residual without the context; ``dspark``: a Markov head as two tables; ``gated`` and ``rnn``:
+    dspark with a gate or a state; ``selector``: DFlash 2; ``domino`` (``domino.py``)."""
     rank: int
     candidates: int = 32
-    """Tokens of each slot that trees are made of; DFlash 2's selector chooses among so many in chains, too."""
+    """Number of candidate tokens of each position in trees; in chains too for DFlash 2's selector."""
     state: int | None = None
     """Size of Domino's state."""
     uncorrected: int = 0
-    """Positions at the beginning of a block whose logits Domino leaves as they are."""
+    """Number of first positions of a block whose logits Domino does not correct."""
 
     def __post_init__(self) -> None:
         if self.type not in HEADS:
@@ -54,7 +53,7 @@ class HeadConfig:
             raise ConfigError(f"drafter config: head.uncorrected is {self.uncorrected!r}; it must be 0 or more")
 
     def to_json(self) -> dict[str, Any]:
-        """The object ``head``; what only Domino has is left out of others."""
+        """Return the object ``head``; keys for Domino are left out of other heads."""
         domino = () if self.type == "domino" else ("state", "uncorrected")
         return {key: value for key, value in asdict(self).items() if key not in domino}
 
@@ -82,15 +81,15 @@ class DrafterConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    """The target's."""
+    """Vocabulary size of the target."""
     num_target_layers: int | None
-    """``None`` where a checkpoint does not say."""
+    """Number of the target's layers; ``None`` if the checkpoint does not say."""
     block_size: int
     """Largest block, anchor included."""
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    """0-based ids of the target's decoder layers whose outputs are tapped, in the order ``fc`` expects them; -1 is the
-    embedding, so ``(-1,)`` alone is the drafter without target features (DFlash Table 8)."""
+    """0-based ids of the target's decoder layers whose outputs are tapped, in the order that ``fc`` expects. The embedding is -1,
+    so ``(-1,)`` is the drafter without target features (DFlash Table 8)."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
@@ -99,33 +98,33 @@ class DrafterConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = field(default=())
     attention_bias: bool = False
-    """Whether queries, keys, values and attention's outputs have biases, as in drafters for gpt-oss."""
+    """True if queries, keys, values and attention's outputs have biases, as in drafters for gpt-oss."""
     head: HeadConfig | None = None
-    """Without one the drafter is DFlash."""
+    """Sequential head; ``None``: plain DFlash."""
     draft_vocab_size: int | None = None
-    """Rows of an LM head of the drafter's own; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's."""
+    """Rows of the drafter's own LM head; fewer than ``vocab_size`` are a reduced vocabulary. ``None``: the target's head."""
     sample_from_anchor: bool = False
-    """Whether the anchor's own slot predicts the first draft token, as in DSpark drafters: then a mask fewer is drafted from."""
+    """True if the anchor's own position predicts the first draft token, as in DSpark drafters; a block has one mask fewer."""
     causal_layers: tuple[bool, ...] = ()
-    """Of each layer, whether a slot sees only the slots before it; empty where all see the whole block."""
+    """True for each layer whose positions see only those before them; empty if all layers see the whole block."""
     conv_kernel_size: int | None = None
-    """Slots that DFlash 2's convolutions mix, the slot itself included; ``None``: there are no convolutions."""
+    """Number of positions that DFlash 2's convolutions mix, their own included; ``None``: there are no convolutions."""
     conv_group_size: int | None = None
-    """Channels that share what a convolution makes of its input."""
+    """Number of channels that share the input-dependent part of a convolution's kernel."""
     target_hidden_size: int | None = None
-    """Width of the target's states where the drafter has another; then embedding and head are the drafter's own."""
+    """Width of the target's states if the drafter's differs; then embedding and head are the drafter's own."""
     final_logit_softcapping: float | None = None
-    """Logits become ``cap · tanh(logits / cap)``, as in drafters for Gemma."""
+    """Cap of the logits, which become ``cap · tanh(logits / cap)``, as in drafters for Gemma."""
     draft_window: int | None = None
-    """Tokens of context that are enough for its drafts, measured when it was trained; ``None``: not measured."""
+    """Tokens of context that suffice for its drafts, measured in training; ``None``: not measured."""
     target_fingerprint: str | None = None
-    """Digest of the target that it was trained on (``fingerprint.py``); ``None``: not known."""
+    """Digest of the target that it was trained on (``fingerprint.py``); ``None``: unknown."""
     eagle: EagleConfig | None = None
-    """It is an EAGLE-3 drafter; block, mask token and head mean nothing then, and the taps may be left to the target's depth."""
+    """Switches of an EAGLE-3 drafter. It ignores block, mask token and head; the target's depth may choose its taps."""
     confidence_width: int | None = None
-    """Numbers that DSpark's confidence head reads, a state and perhaps a row of the Markov head. Known by its tensors."""
+    """Input width of DSpark's confidence head: a state and perhaps a row of the Markov head. Derived from its tensors."""
     own_embedding: bool = False
-    """Whether the checkpoint brings input embeddings. Known by its tensors, so not part of ``config.json``."""
+    """True if the checkpoint has input embeddings. Derived from its tensors, so not part of ``config.json``."""
 
     def __post_init__(self) -> None:
         if not self.layer_types:
@@ -216,7 +215,7 @@ class DrafterConfig:
         return len(self.target_layer_ids) or NUM_TAPS
 
     def window_for(self, asked: int | None) -> int | None:
-        """Tokens of context to draft from, ``None`` for all: as ``asked``, where 0 means all and ``None`` the drafter's own."""
+        """Return the tokens of context to draft from (``None``: all) for ``asked``: 0 means all, ``None`` the drafter's own."""
         return (self.draft_window if asked is None else asked) or None
 
     def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
@@ -228,7 +227,7 @@ class DrafterConfig:
             )
 
     def mismatches(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> list[str]:
-        """What keeps the drafter from drafting for a target of this shape."""
+        """Return the differences that keep the drafter from drafting for a target of this shape."""
         pairs = [
             ("hidden size", self.target_hidden_size or self.hidden_size, hidden_size),
             ("vocabulary", self.vocab_size, vocab_size),
@@ -245,7 +244,7 @@ class DrafterConfig:
 
     @property
     def untrained(self) -> str | None:
-        """What the drafter has that volley reads and draws drafts with, but neither trains nor writes for others."""
+        """Return a feature of the drafter that volley decodes with, but neither trains nor exports; ``None`` if it has none."""
         parts = [
             (self.head is not None and self.head.type == "selector", "DFlash 2's selector"),
             (self.head is not None and self.head.type == "domino", "Domino's head"),
@@ -259,18 +258,18 @@ class DrafterConfig:
 
     @property
     def is_trained_here(self) -> bool:
-        """Whether volley trains such drafters: it trains no tables of transitions, and no slot of an anchor."""
+        """Return whether volley trains such drafters: none with tables of transitions, none that draft from the anchor."""
         has_tables = self.head is not None and self.head.type == "dspark"
         return self.untrained is None and not has_tables and not self.sample_from_anchor
 
     @property
     def own_keys(self) -> dict[str, Any]:
-        """What every format's config says for volley alone; other programs ignore it."""
+        """Return the keys that every format's config has for volley alone; other programs ignore them."""
         own = {"target_fingerprint": self.target_fingerprint, "draft_window": self.draft_window}
         return {key: value for key, value in own.items() if value}
 
     def to_json(self) -> dict[str, Any]:
-        """The config as z-lab writes it; what newer and older readers expect in different places is in both."""
+        """Return the config in z-lab's form; keys that readers expect in different places are in both."""
         rope = {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta}
         return {
             "architectures": [ARCHITECTURE],
@@ -280,7 +279,7 @@ class DrafterConfig:
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
                 "block_size": self.block_size,
-                **({"causal": False} if self.sliding_window else {}),  # others take sliding layers as causal
+                **({"causal": False} if self.sliding_window else {}),  # other programs treat sliding layers as causal
             },
             "num_target_layers": self.num_target_layers,
             "hidden_size": self.hidden_size,
@@ -375,7 +374,7 @@ _MAY_BE_NULL = (
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
-    """Refuse numbers that are not: a config may come from anywhere."""
+    """Refuse values of wrong types, because a config may come from anywhere."""
     for name in _COUNTS:
         value, least = values.get(name, 1), 0 if name == "mask_token_id" else 1
         if value is None and name in _MAY_BE_NULL:
@@ -394,7 +393,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter as it lies on disk: config and tensors by volley's names, in the dtype they are stored in."""
+    """Stored drafter: config and tensors by volley's names, in their stored dtype."""
 
     config: DrafterConfig
     tensors: Mapping[str, Tensor]

@@ -1,10 +1,10 @@
-"""EAGLE-3 checkpoints of other programs: their keys turned into those of ``DrafterConfig``, their tensor names into volley's.
+"""EAGLE-3 checkpoints of other programs: map their keys to those of ``DrafterConfig``, their tensor names to volley's.
 
 published      by the authors, SpecForge and ModelOpt: a Llama config with ``draft_vocab_size``, perhaps ``eagle_config``
 speculators    ``speculators_model_type: eagle3`` with ``transformer_layer_config``; vLLM reads both
 
 Three layers of the target are tapped. ``eagle_aux_hidden_state_layer_ids`` counts outputs of layers from 1 at the top level (0 is
-the embedding) and from 0 inside ``eagle_config``. Without it they are the authors' choice (``usual_taps``).
+the embedding) and from 0 inside ``eagle_config``. The default is the authors' choice (``usual_taps``).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from volley.errors import ConfigError
 
 NUM_TAPS = 3
 BLOCK_SIZE = 8
-"""Anchor included: the authors draft seven tokens in a row at most."""
+"""Block size, anchor included: the authors draft at most seven tokens in a row."""
 _TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -36,31 +36,31 @@ _USUAL = {
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "next_layer_regular": True,
     "parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1,
 }  # fmt: skip
-"""What ModelOpt writes of a layer as volley computes it."""
+"""ModelOpt's values of keys for a layer that computes like volley's."""
 _NAMES = {"midlayer.hidden_norm.weight": "hidden_norm.weight", "layers.0.hidden_norm.weight": "hidden_norm.weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    """How an EAGLE-3 layer computes, where checkpoints differ."""
+    """Switches in which EAGLE-3 checkpoints differ."""
 
     norm_before_residual: bool = False
-    """The residual of the layer is the normed state."""
+    """True if the layer's residual is the normed state."""
     norm_before_fc: bool = False
-    """The tapped states are normed together before ``fc``."""
+    """True if the tapped states are normed together before ``fc``."""
     fc_norm: bool = False
-    """Each layer's tapped states are normed by themselves before ``fc``."""
+    """True if each layer's tapped states are normed separately before ``fc``."""
     norm_output: bool = False
-    """The next token's step reads the normed state, as the head does."""
+    """True if the next token's step reads the normed state, as the head does."""
     qk_norm: bool = False
-    """Queries and keys are normed, as in Qwen 3. Known by its tensors."""
+    """True if queries and keys are normed, as in Qwen 3. Derived from the tensors."""
 
 
 SWITCHES = tuple(field.name for field in fields(EagleConfig) if field.name != "qk_norm")
 
 
 def is_eagle(raw: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is an EAGLE-3 drafter's."""
+    """Return whether a ``config.json`` is an EAGLE-3 drafter's."""
     named = str(raw.get("architectures")).lower()
     kind = str(raw.get("speculators_model_type") or "")
     plain = "forcausallm" in named and "draft_vocab_size" in raw and not {"dflash_config", "markov_rank"} & set(raw)
@@ -68,7 +68,7 @@ def is_eagle(raw: Mapping[str, Any]) -> bool:
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers that the authors tap, 0-based: an early, the middle and a late one."""
+    """Return the 0-based layers that the authors tap: an early, the middle and a late one."""
     if num_layers < 5:
         raise ConfigError(
             f"the checkpoint does not name the layers it taps, and the usual ones need a target of 5 layers or more, not of "
@@ -78,7 +78,7 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def from_eagle(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in z-lab's layout."""
+    """Convert an EAGLE-3 config to z-lab's layout."""
     nested, layers = raw.get("eagle_config") or {}, _filled(raw)
     if not isinstance(nested, Mapping):
         raise ConfigError(f"eagle_config is {nested!r}; it must be an object")
@@ -107,7 +107,7 @@ def from_eagle(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str:
-    """volley's name of a tensor."""
+    """Return volley's name of a tensor."""
     bare = name.removeprefix("model.")
     if bare in _NAMES:
         return _NAMES[bare]
@@ -115,7 +115,7 @@ def own_name(name: str) -> str:
 
 
 def _filled(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the layer: speculators leaves out what is as in transformers' config of that type."""
+    """Return the keys of the layer; speculators omits those equal to the defaults of transformers' config of that type."""
     layers = raw.get("transformer_layer_config", raw)
     if not isinstance(layers, Mapping):
         raise ConfigError(f"transformer_layer_config is {layers!r}; it must be an object")
@@ -129,7 +129,7 @@ def _filled(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
-    """Refuse what may change how the drafter computes; what is empty or switched off is accepted."""
+    """Refuse unknown keys that may change how the drafter computes; empty or disabled ones are accepted."""
     known = {*_SHAPE, *SWITCHES, *_SAYS_NOTHING}
     found = {**layers, **raw}
     unread = sorted(
@@ -149,7 +149,7 @@ def _check_known(raw: Mapping[str, Any], layers: Mapping[str, Any]) -> None:
 
 
 def _scaling(scaling: object) -> object:
-    """``rope_scaling`` with the name of its type where transformers looks for it now."""
+    """Return ``rope_scaling`` with its type under transformers' current key."""
     if not isinstance(scaling, Mapping) or "type" not in scaling:
         return scaling
     rest = {key: value for key, value in scaling.items() if key != "type"}
@@ -157,7 +157,7 @@ def _scaling(scaling: object) -> object:
 
 
 def _taps(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> list[int]:
-    """0-based ids; none where the checkpoint leaves them to the target's depth."""
+    """Return 0-based ids of the tapped layers; none if the target's depth decides."""
     given, first = (nested[_TAPS_KEY], 0) if nested.get(_TAPS_KEY) else (raw.get(_TAPS_KEY) or [], 1)
     if (
         not isinstance(given, list)

@@ -1,8 +1,8 @@
-"""Drafter checkpoints of other programs: which format a folder is in, reading it, writing it.
+"""Formats of drafter checkpoints: detect the format of a folder, read it, write it.
 
 z-lab's layout is volley's own (``DrafterConfig.from_json``, ``to_json``) and SGLang's; ``variants.py`` reads DFlash 2 and other
-kinds in it. The others are read by turning their config into z-lab's and their tensor names into volley's, and written the other
-way round; no weight is ever changed.
+variants of it. To read the other formats, volley maps their config to z-lab's and their tensor names to its own; to write them,
+it maps back. No weight is changed.
 
 speculators   ``transformer_layer_config`` holds the layers' shape, ``aux_hidden_state_layer_ids`` are the taps + 1, and with a
               reduced vocabulary ``d2t [N]`` (target id − draft id) and ``t2d [V]`` (whether a token is in it) are stored
@@ -59,7 +59,7 @@ _MARKOV_KEYS = {
 }  # fmt: skip
 _CONFIDENCE = "confidence_head.proj."
 CONFIDENCE_BIAS = f"{_CONFIDENCE}bias"
-"""May be left out."""
+"""Bias that may be missing."""
 _TRANSFORMERS_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 _SHAPE_KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -77,7 +77,7 @@ _SPECULATORS_KEYS = {
 
 
 def detect(raw: Mapping[str, Any]) -> Format:
-    """The format of a ``config.json``; an error if it is no drafter's."""
+    """Detect the format of a ``config.json``; an error if it is not a drafter's."""
     if is_eagle(raw):
         return "eagle3"
     if "speculators_model_type" in raw or "speculators_config" in raw:
@@ -96,7 +96,7 @@ def detect(raw: Mapping[str, Any]) -> Format:
 
 
 def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
-    """The config in any format; unknown, missing and unusable keys are errors that name them."""
+    """Parse a config in any format; unknown, missing and unusable keys are errors that name them."""
     form = detect(raw)
     if form == "speculators":
         raw = _from_speculators(raw)
@@ -110,12 +110,12 @@ def parse_config(raw: Mapping[str, Any]) -> DrafterConfig:
 
 
 def read_raw(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a drafter's folder, :func:`with_mask_number`."""
+    """Read ``config.json`` of a drafter's folder :func:`with_mask_number`."""
     return with_mask_number(read_json(folder / "config.json"), folder)
 
 
 def with_mask_number(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``raw``, in which a mask token that is named by its text gets its number from the tokenizer in ``folder``."""
+    """Return ``raw`` with the id of a mask token that it names by its text, from the tokenizer in ``folder``."""
     for place in (raw, raw.get("dflash_config")):
         name = place.pop("mask_token", None) if isinstance(place, dict) else None
         if name is None or not isinstance(place, dict) or place.get("mask_token_id") is not None:
@@ -133,14 +133,14 @@ def with_mask_number(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str:
-    """volley's name of a tensor."""
+    """Return volley's name of a tensor."""
     return {theirs: own for own, theirs in _TRANSFORMERS_NAMES.items()}.get(name, variant_name(eagle_name(name)))
 
 
 def drafter_folder(path: Path) -> Path:
-    """The folder of the drafter itself: ``path``, or ``path/drafter`` where ``path`` is the folder of a run that trained one.
+    """Return the drafter's own folder: ``path``, or ``path/drafter`` if ``path`` is the folder of a training run.
 
-    The names of the bundled drafters stand for theirs where no such folder is.
+    The name of a bundled drafter gives its folder, unless a path of that name exists.
     """
     if not path.exists() and str(path) in BUNDLED_DRAFTERS:
         return BUNDLED_DRAFTERS[str(path)]
@@ -149,7 +149,7 @@ def drafter_folder(path: Path) -> Path:
 
 
 def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) -> DrafterConfig:
-    """``config`` with what only the stored tensors tell: whether there is an embedding, and a head of the drafter's own."""
+    """Return ``config`` with the fields that depend on the stored tensors: the drafter's own embedding and head."""
     rows = shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else None
     reduced = config.draft_vocab_size if config.draft_vocab_size != config.vocab_size else None
     eagle = config.eagle and replace(config.eagle, qk_norm="layers.0.self_attn.q_norm.weight" in shapes)
@@ -160,7 +160,7 @@ def with_stored(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def width_problem(config: DrafterConfig) -> str | None:
-    """What is wrong with the ends of a drafter of another width than its target's, if anything."""
+    """Return the problem, if any, with embedding and head of a drafter whose width differs from its target's."""
     if config.target_hidden_size is None or (config.own_embedding and config.draft_vocab_size):
         return None
     return (
@@ -170,7 +170,7 @@ def width_problem(config: DrafterConfig) -> str | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a folder in any format, a run's, or a GGUF file. ``check_weights`` decides whether the tensors fit the config."""
+    """Read a drafter's folder in any format, a training run's folder, or a GGUF file; ``check_weights`` checks the tensors."""
     if is_gguf(path):
         checkpoint = read_gguf(path)
         tensors = dict(checkpoint.tensors)
@@ -191,7 +191,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_vocabulary(path: Path, config: DrafterConfig, tensors: dict[str, Tensor], t2d: Tensor | None) -> None:
-    """Refuse wrong tables of a reduced vocabulary; that of a whole one is taken out of ``tensors``."""
+    """Refuse wrong tables of a reduced vocabulary; a table of the whole vocabulary is removed from ``tensors``."""
     if "d2t" not in tensors:
         return
     problem = vocabulary_problem(config, tensors["d2t"], t2d)
@@ -202,7 +202,7 @@ def check_vocabulary(path: Path, config: DrafterConfig, tensors: dict[str, Tenso
 
 
 def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -> str | None:
-    """What is wrong with the tables of a reduced vocabulary, if anything."""
+    """Return the problem, if any, with the tables of a reduced vocabulary."""
     if d2t.dim() != 1 or d2t.is_floating_point():
         return f"d2t is {d2t.dtype} of shape {list(d2t.shape)}; it must be a list of integers"
     token_ids = d2t.long() + torch.arange(len(d2t))
@@ -218,7 +218,7 @@ def vocabulary_problem(config: DrafterConfig, d2t: Tensor, t2d: Tensor | None) -
 
 
 def obstacles(config: DrafterConfig, form: Format) -> list[str]:
-    """What a drafter has that ``form`` cannot hold, each with the remedy."""
+    """Return the parts of a drafter that ``form`` cannot store, each with the remedy."""
     found = []
     if config.untrained is not None:
         found.append(
@@ -291,7 +291,7 @@ def write_checkpoint(
 
 
 def without_confidence(checkpoint: Checkpoint) -> Checkpoint:
-    """The same drafter, whose confidence is the probability of its tokens."""
+    """Remove the confidence head; the drafter's confidence is then the probability of its tokens."""
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(_CONFIDENCE)}
     return Checkpoint(replace(checkpoint.config, confidence_width=None), tensors)
 
@@ -353,7 +353,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"speculators_model_type is {kind!r} with markov_rank {rank!r}; only dspark has one, 0 for plain DFlash"
         )
-    # Fields that are empty or switched off are accepted: these files list every field of the program that wrote them.
+    # Empty or disabled fields are accepted, because these files list every field of the program that wrote them.
     known = {*_SPECULATORS_KEYS, *(_DFLASH2_KEYS if kind == "dflash2" else ())}
     unread = sorted(key for key, value in raw.items() if key not in known and _switches_on(key, value))
     if unread:
@@ -391,9 +391,10 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_and_block(raw: Mapping[str, Any], *, anchored: bool) -> dict[str, Any]:
-    """z-lab's keys for a Markov head and for a block; ``anchored`` says whether the anchor's slot drafts if no key does.
+    """Return z-lab's keys for a Markov head and for a block; ``anchored`` is the default of whether the anchor's position drafts.
 
-    A block that samples from the anchor drafts as many tokens as it has slots: volley, which counts the anchor, has one more.
+    A block that drafts from the anchor has as many draft tokens as positions. volley also counts the anchor, so its block size is
+    one more.
     """
     head = None if raw.get("markov_rank") is None else markov_head(raw)
     said, size = drafts_from_anchor(raw), raw.get("block_size")
@@ -416,12 +417,12 @@ def _from_dspark(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switches_on(key: str, value: object) -> bool:
-    """Whether an extra field of a speculators config changes the drafter; sizes and weights belong to switches."""
+    """Return whether an extra field of a speculators config changes the drafter; sizes without their switch do not."""
     return value is True or (value not in (None, False) and not key.startswith(("dflash_", "dflash2_")))
 
 
 def transformers_config(config: DrafterConfig) -> dict[str, Any]:
-    """The config of transformers' assistant class, and what volley needs to read it back."""
+    """Return the config of transformers' assistant class, with the keys that volley needs to read it back."""
     return {
         **_shape(config),
         "architectures": ["MuseGlimmerAssistantModel"],

@@ -1,7 +1,7 @@
-"""Drafters as llama.cpp loads them: architecture ``dflash``, with DSpark's Markov head if there is one.
+"""Drafters in llama.cpp's GGUF form: architecture ``dflash``, with DSpark's Markov head if there is one.
 
-The file also holds the target's tokens, because llama.cpp finds the size of the vocabulary and the mask token there. Weights are
-written in the dtype they have, vectors in fp32. llama.cpp numbers a tap by the layer whose input it is, one more than here.
+The file also holds the target's tokens, because llama.cpp reads the size of the vocabulary and the mask token from them. Weights
+keep their dtype; vectors are fp32. llama.cpp numbers a tap by the layer whose input it is, one more than volley.
 """
 
 import json
@@ -45,11 +45,11 @@ _LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 _IGNORED = ("conf_proj.weight", "conf_proj.bias")
-"""DSpark's estimate of what is accepted; volley has its own."""
+"""DSpark's confidence head, which volley does not read from GGUF files."""
 
 
 def _names(config: DrafterConfig) -> dict[str, str]:
-    """GGUF's name of each of volley's."""
+    """Return GGUF's names by volley's names."""
     layers = {
         f"layers.{index}.{own}.weight": f"blk.{index}.{theirs}.weight"
         for index in range(config.num_hidden_layers)
@@ -59,7 +59,7 @@ def _names(config: DrafterConfig) -> dict[str, str]:
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """A drafter from llama.cpp's file; quantised weights are decoded to fp32."""
+    """Read a drafter from llama.cpp's file; quantised weights are decoded to fp32."""
     file = GGUFFile(path)
     if file.architecture != ARCHITECTURE:
         raise UnsupportedModelError(
@@ -74,7 +74,7 @@ def read_gguf(path: Path) -> Checkpoint:
     if unknown:
         raise CheckpointError(f"{path} has unknown {', '.join(unknown)}; convert the drafter again")
     tensors = {own[name]: file.dense(name) for name in file if name in own}
-    if "d2t" in tensors:  # absolute there
+    if "d2t" in tensors:  # absolute ids in the file
         tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
     common = torch.bfloat16 if tensors.get("fc.weight", torch.empty(0)).dtype == torch.bfloat16 else torch.float32
     return Checkpoint(config, {k: v.to(common) if v.is_floating_point() else v for k, v in tensors.items()})
@@ -129,7 +129,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
 
 
 def _unread(head_dim: int) -> dict[str, tuple[Any, ...]]:
-    """Keys that llama.cpp computes with and drafters here have no place for, with the values that change nothing."""
+    """Return the neutral values of keys that llama.cpp computes with and volley's drafters lack."""
     return {
         "hidden_activation": ("silu",),
         "embedding_scale": (0.0, 1.0),
@@ -142,7 +142,7 @@ def _unread(head_dim: int) -> dict[str, tuple[Any, ...]]:
 
 
 def _rounded(value: float) -> float:
-    """The number that was meant by its nearest fp32 one."""
+    """Return the decimal number whose nearest fp32 number is ``value``."""
     return float(f"{value:.7g}")
 
 
@@ -186,7 +186,7 @@ _SCALING = {"rope_type", "type", "rope_theta", "factor", "original_max_position_
 
 
 def obstacles_in_gguf(config: DrafterConfig) -> list[str]:
-    """What a drafter has that llama.cpp's ``dflash`` cannot hold."""
+    """Return the settings of a drafter that llama.cpp's ``dflash`` cannot store."""
     scaling = config.rope_scaling or {}
     kind, unknown = scaling.get("rope_type", "default"), sorted(scaling.keys() - _SCALING)
     found = [f"llama.cpp's drafters cannot scale rotary positions by {kind!r}"] * (
@@ -260,7 +260,7 @@ def _tokens_of_file(file: GGUFFile) -> dict[str, Any]:
 
 
 def _tokens_of(tokenizer: Any, target: str, config: DrafterConfig) -> dict[str, Any]:
-    """A byte-level BPE tokenizer. llama.cpp cuts no text with a drafter's, so the way to split it is not looked for."""
+    """Return the keys of a byte-level BPE tokenizer; llama.cpp splits no text with a drafter's, so it needs no split rule."""
     model: Mapping[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Kinds of drafters in z-lab's layout that are more than DFlash: their keys turned into those of ``DrafterConfig``.
+"""Variants of DFlash in z-lab's layout: map their keys to those of ``DrafterConfig``.
 
 DFlash 2   ``conv_*`` (``convolution.py``) and ``selector_*`` (``heads.Selector``), all in ``dflash_config``
 DSpark     SpecForge's: ``projector_type: dspark`` with ``markov_rank`` in ``dflash_config``
 Domino     ``projector_type: domino`` with the head's sizes (``domino.py``)
-anchor     any of :data:`ANCHOR_KEYS` in ``dflash_config``: the anchor's slot drafts too, as in DeepSeek's DFlash drafters
-causal     ``is_causal``, or ``dflash_config.causal``: every slot sees only the slots before it
+anchor     any of :data:`ANCHOR_KEYS` in ``dflash_config``: the anchor's position drafts too, as in DeepSeek's DFlash drafters
+causal     ``is_causal``, or ``dflash_config.causal``: every position sees only the positions before it
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from volley.errors import ConfigError
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
-"""Each says that every slot predicts the token behind it, so that the anchor's own slot drafts the first token."""
+"""Keys that let every position predict the next token, so that the anchor's own position drafts the first token."""
 _GATES = [f"{name}_proj.{part}" for name in ("gate", "joint") for part in ("weight", "bias")]
 _MARKOV_HEADS = {"vanilla": "dspark", "gated": "gated", "rnn": "rnn"}
 _TENSORS = {
@@ -32,12 +32,12 @@ _HEAD_KEYS = {
 
 
 def own_name(name: str) -> str:
-    """volley's name of a tensor of a head."""
+    """Return volley's name of a tensor of a head."""
     return f"head.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else _TENSORS.get(name, name)
 
 
 def markov_head(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The head of DSpark's keys in ``raw``; ``None`` for rank 0, which is DFlash."""
+    """Return the head that DSpark's keys in ``raw`` describe; ``None`` for rank 0, which is DFlash."""
     rank = raw["markov_rank"]
     if rank == 0 and not isinstance(rank, bool):
         return None
@@ -48,7 +48,7 @@ def markov_head(raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def drafts_from_anchor(raw: Mapping[str, Any]) -> bool | None:
-    """What :data:`ANCHOR_KEYS` in ``raw`` and in its ``dflash_config`` say; ``None`` if they say nothing."""
+    """Return the value of :data:`ANCHOR_KEYS` in ``raw`` and in its ``dflash_config``; ``None`` if they are absent."""
     nested = raw.get("dflash_config")
     places = (raw, nested) if isinstance(nested, Mapping) else (raw,)
     said = {key: place[key] for place in places for key in ANCHOR_KEYS if place.get(key) is not None}
@@ -61,7 +61,7 @@ def drafts_from_anchor(raw: Mapping[str, Any]) -> bool | None:
 
 
 def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in z-lab's layout without other kinds' keys."""
+    """Return a config in z-lab's layout without the variants' keys."""
     dflash = raw.get("dflash_config")
     if not isinstance(dflash, Mapping):
         return dict(raw)
@@ -73,8 +73,10 @@ def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     head = _head(dflash)
     if head is not None:
         own["head"] = head
-    if drafts_from_anchor({**raw, "sample_from_anchor": None}):  # volley's own key at the top comes with volley's count
-        size = nested.pop("block_size", raw.get("block_size"))  # slots, each of which drafts a token
+    if drafts_from_anchor(
+        {**raw, "sample_from_anchor": None}
+    ):  # volley's own top-level key implies volley's block size
+        size = nested.pop("block_size", raw.get("block_size"))  # number of positions, each of which drafts a token
         own |= {"sample_from_anchor": True, "block_size": size + 1 if isinstance(size, int) else size}
     causal, layers = raw.get("is_causal"), raw.get("num_hidden_layers")
     if dflash.get("causal") if causal is None else causal:

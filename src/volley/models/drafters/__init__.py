@@ -1,1 +1,1 @@
-"""Drafters: their layers and heads, and what they are at work beside a target."""
+"""Drafters: their layers and heads, and the models that run them beside a target."""

@@ -32,7 +32,7 @@ _SAME_IN_ALL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Names as in PEFT's ``adapter_config.json``; ``drafter`` is the :func:`drafter_fingerprint` of the drafter it belongs to."""
+    """Config with the names of PEFT's ``adapter_config.json``; ``drafter`` is the :func:`drafter_fingerprint` of its drafter."""
 
     r: int
     lora_alpha: float
@@ -43,7 +43,7 @@ class AdapterConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "AdapterConfig":
-        """Unknown, missing and unusable entries are errors that name them."""
+        """Parse a config; unknown, missing and unusable entries are errors that name them."""
         own = cls.__dataclass_fields__
         check_keys("adapter config key", raw, [*own, *_SAME_IN_ALL])
         for key, value in _SAME_IN_ALL.items():
@@ -60,7 +60,7 @@ class AdapterConfig:
 
 
 class LowRankUpdate(nn.Module):
-    """Adds ``(α/r)·B·A`` to a weight; B starts at zero, so the drafter starts unchanged."""
+    """Parametrisation that adds ``(α/r)·B·A`` to a weight; B starts at zero, so the drafter starts unchanged."""
 
     def __init__(self, weight: Tensor, config: AdapterConfig) -> None:
         super().__init__()
@@ -76,12 +76,12 @@ class LowRankUpdate(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A copy of the drafter with an adapter merged in, which requests may choose instead of the drafter."""
+    """Copy of the drafter with an adapter merged in, which requests may choose instead of the drafter."""
 
     drafter: Drafter
     injection: Injection
     digest: bytes
-    """Distinguishes draft K/V of these weights from those of other weights."""
+    """Digest that distinguishes draft K/V of these weights from those of other weights."""
 
 
 def _linears(drafter: Drafter) -> Iterator[tuple[str, nn.Linear]]:
@@ -98,14 +98,14 @@ def attach(drafter: Drafter, config: AdapterConfig) -> None:
 
 
 def _updates(drafter: Drafter) -> dict[str, LowRankUpdate]:
-    """The attached updates by the name of their linear map."""
+    """Return the attached updates by the name of their linear map."""
     ending = ".parametrizations.weight.0"
     found = {name: m for name, m in drafter.named_modules() if isinstance(m, LowRankUpdate)}
     return {name.removesuffix(ending): module for name, module in found.items()}
 
 
 def _tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """Every A and B of the attached updates, by PEFT's names."""
+    """Return every A and B of the attached updates, by PEFT's names."""
     return {
         f"{_PREFIX}{name}.{part}.weight": tensor
         for name, update in _updates(drafter).items()
@@ -120,13 +120,13 @@ def merge(drafter: Drafter) -> None:
 
 
 def save_adapter(path: Path, drafter: Drafter, config: AdapterConfig) -> None:
-    """Write what is attached to ``drafter`` as fp32 tensors, each file atomically."""
+    """Write the updates attached to ``drafter`` as fp32 tensors, each file atomically."""
     write_atomically(path / CONFIG, json.dumps(config.to_json(), indent=2) + "\n")
     save_tensors(path / WEIGHTS, {k: v.float() for k, v in _tensors(drafter).items()}, {"format": "pt"})
 
 
 def adapted(drafter: Drafter, path: Path | str) -> Drafter:
-    """A copy of ``drafter`` with the adapter in folder ``path``; heads, embedding and rotary tables are shared, not copied."""
+    """Copy ``drafter`` and merge the adapter in folder ``path``; heads, embedding and rotary tables are shared, not copied."""
     path = Path(path)
     config = AdapterConfig.from_json(read_json(path / CONFIG))
     if config.drafter != drafter_fingerprint(drafter):

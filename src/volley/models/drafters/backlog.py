@@ -1,4 +1,4 @@
-"""Features of tokens that stay, on their way to becoming a drafter's K/V: made late, and of many tokens at once."""
+"""Features of accepted tokens that wait to be projected into a drafter's K/V, many tokens at once."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,12 +10,12 @@ from volley.memory.upload import upload, upload_together
 from volley.models.drafters.adapter import Adapter
 
 Write = Callable[[Tensor, Tensor, slice | Tensor, Adapter | None], object]
-"""``write(features [T, taps · H], positions [T], kv_slots [T], adapter)``."""
+"""Write K/V: ``write(features [T, taps · H], positions [T], kv_slots [T], adapter)``."""
 Indices = NDArray[np.int64]
 
 
 class KeptRun:
-    """Consecutive tokens of one request, ``[start, end)``. A run grows from step to step until it is closed."""
+    """Consecutive tokens of one request, ``[start, end)``. Each step extends the run until it is closed."""
 
     __slots__ = ("adapter", "end", "kv_slots", "start")
 
@@ -23,35 +23,36 @@ class KeptRun:
         self.start = self.end = start
         self.adapter = adapter
         self.kv_slots: Indices = np.empty(0, dtype=np.int64)
-        """Of its last tokens, once it is closed: those before them have no place any more."""
+        """K/V slots of the run's last tokens, set when it is closed; earlier tokens have lost their slots."""
 
 
-_FEW = 256  # tokens whose room is kept while none waits
+_FEW = 256  # tokens for which the buffer is kept when it is empty
 
 
 class Backlog:
-    """Each step adds its features whole, and what a token of them is worked out when all are written.
+    """Buffer of features. Each step appends its features; :meth:`write` assigns rows to tokens.
 
-    They are copied to one place: on a CPU, a part of each step in the heap would leave gaps that the next logits do not fit in.
+    Features are copied into one tensor. On a CPU, one allocation for each step would leave gaps in the heap that are too small
+    for the next logits.
 
-    Runs are closed while their request still has the slots. So a slot that changed hands ends with what its last owner put there,
-    who closed last.
+    A run is closed while its request still owns the K/V slots. If a slot changes its owner, the last owner closes last, and its
+    K/V remain in the slot.
     """
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._room: Tensor | None = None  # the first rows are features
+        self._room: Tensor | None = None  # the first _num_tokens rows are features
         self._runs: list[KeptRun] = []  # of each request in each step
-        self._counts: list[int] = []  # and how many tokens it added to its run
+        self._counts: list[int] = []  # tokens that each request added to its run
         self._closed: list[KeptRun] = []
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens in the buffer."""
         return self._num_tokens
 
     def add(self, features: Tensor, runs: Sequence[KeptRun], counts: Sequence[int]) -> None:
-        """``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
+        """Append ``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
         room, first, end = self._room, self._num_tokens, self._num_tokens + len(features)
         if room is None or end > len(room):
             before, room = room, features.new_empty(max(_FEW, end), features.shape[1])
@@ -66,12 +67,12 @@ class Backlog:
             run.end += count
 
     def close(self, run: KeptRun, kv_slots: Indices) -> None:
-        """Say where the K/V of a run's last tokens belong, all different. Nothing may be added to it afterwards."""
+        """Close a run and set the K/V slots of its last tokens, all different. A closed run must not be extended."""
         run.kv_slots = kv_slots
         self._closed.append(run)
 
     def write(self) -> None:
-        """Write all of it, in one product for each adapter. All runs must be closed."""
+        """Write the K/V of the whole buffer, in one matmul for each adapter. All runs must be closed."""
         runs, counts, closed, room, total = self._runs, self._counts, self._closed, self._room, self._num_tokens
         self._runs, self._counts, self._closed, self._num_tokens = [], [], [], 0
         if not closed or room is None:
@@ -107,9 +108,9 @@ class Backlog:
 def _places(
     runs: Sequence[KeptRun], counts: Sequence[int], closed: Sequence[KeptRun]
 ) -> tuple[Indices, Indices, Indices]:
-    """Row, position and slot of every token that has a slot, run by run in the order of ``closed``.
+    """Return row, position and K/V slot of every token that has a slot, run by run in the order of ``closed``.
 
-    Rows are laid end to end as they were added: the next ``counts[i]`` tokens of ``runs[i]``.
+    Rows are in the order in which they were added: ``counts[i]`` rows are the next tokens of ``runs[i]``.
     """
     numbers = {run: number for number, run in enumerate(closed)}
     order = np.argsort(np.repeat([numbers[run] for run in runs], counts), kind="stable")
@@ -122,7 +123,7 @@ def _places(
 
 
 def _is_last(kv_slots: Indices) -> NDArray[np.bool_]:
-    """Of every slot whether it does not come again."""
+    """Return a mask of the slots that do not occur again later in the array."""
     last = np.zeros(len(kv_slots), dtype=bool)
     last[len(kv_slots) - 1 - np.unique(kv_slots[::-1], return_index=True)[1]] = True
     return last

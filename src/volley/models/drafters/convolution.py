@@ -1,7 +1,7 @@
-"""DFlash 2's convolutions: each state of a block is mixed with those of the slots before it, around attention and MLP.
+"""DFlash 2's convolutions, around attention and MLP: each state is mixed with those of the positions before it in the block.
 
-``out[i] = Σ_t (K[t] + δ_i[t]) ∘ x[i − t]``: K is learned for each channel, δ_i is a projection of the sublayer's input, with one
-value for a group of channels. What lies before the block's first slot counts as zero.
+``out[i] = Σ_t (K[t] + δ_i[t]) ∘ x[i − t]``. K is learned for each channel. δ_i is a projection of the sublayer's input, with one
+value for a group of channels. States before the block's first position count as zero.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * self.groups, bias=False)
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What the sublayer reads instead of ``x [T, H]``, and what to do with its output; ``places [T]`` count in the block."""
+        """Return the sublayer's input for ``x [T, H]`` and the function for its output; ``places [T]`` count within the block."""
         change = self.kernel_projection(x).view(len(x), 2, self.taps, self.groups, 1)
         before, after = (
             kernel.view(self.taps, self.groups, -1) + change[:, side] for side, kernel in enumerate(self.base_kernel)
@@ -33,7 +33,7 @@ class BlockConvolution(nn.Module):
 
 
 def _convolve(x: Tensor, kernels: Tensor, places: Tensor) -> Tensor:
-    """``x [T, H]`` under ``kernels [T, taps, groups, H / groups]``."""
+    """Convolve ``x [T, H]`` with ``kernels [T, taps, groups, H / groups]``."""
     shaped = x.view(len(x), *kernels.shape[2:])
     mixed = kernels[:, 0] * shaped
     for tap in range(1, kernels.shape[1]):

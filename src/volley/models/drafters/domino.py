@@ -1,8 +1,8 @@
-"""Heads with a state, which has read all tokens of the block before a position, and corrects the position's logits.
+"""Recurrent heads, which correct a position's logits by a state that has read all tokens of the block before it.
 
-Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. With its state g and the position's state h
-the logits grow by ``W2·silu(W1·[h; g])``. DSpark's recurrent head reads rows of a table, and its state depends on h, too. The
-correction depends on more than a pair of tokens. So a draft is walked token by token, and there are no trees.
+Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. Its state g and the position's state h add
+``W2·silu(W1·[h; g])`` to the logits. DSpark's recurrent head reads rows of a table, and its state depends on h, too. The
+correction depends on more than the previous token. So a draft is made token by token, and there are no trees.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from volley.models.drafters.heads import MarkovTables, Projection
 
 class DominoHead(nn.Module):
     def __init__(self, hidden_size: int, state_size: int, rank: int, rows: int, uncorrected: int) -> None:
-        """``rows`` are the tokens drafted; the first ``uncorrected`` positions of a block keep their logits."""
+        """Make a head over ``rows`` draft tokens; the first ``uncorrected`` positions of a block keep their logits."""
         super().__init__()
         self.uncorrected = uncorrected
         self.prefix_gru = nn.GRU(hidden_size, state_size, bias=False)
@@ -34,7 +34,7 @@ class DominoHead(nn.Module):
         return self.prefix_gru.hidden_size
 
     def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """States ``[n, G]`` after tokens with ``embeddings [n, H]``; corrections ``[n, N]`` of positions ``hidden [n, H]``."""
+        """Return states ``[n, G]`` after tokens with ``embeddings [n, H]``, and corrections ``[n, N]`` at ``hidden [n, H]``."""
         of_input, of_state = self.prefix_gru.all_weights[0]
         after = torch.gru_cell(embeddings, state, of_input, of_state)
         return after, self.embed_proj(torch.cat([hidden, after], dim=-1))
@@ -56,25 +56,25 @@ class RecurrentMarkovTables(MarkovTables):
         return self.markov_w1.embedding_dim
 
     def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`DominoHead.step`, with ``embeddings [n, r]`` out of ``markov_w1``."""
+        """Advance like :meth:`DominoHead.step`, with ``embeddings [n, r]`` from ``markov_w1``."""
         gate, candidate, output = self.joint_proj(torch.cat([state, embeddings, hidden], dim=-1)).chunk(3, dim=-1)
         return torch.lerp(candidate.tanh(), state, gate.sigmoid()), linear(output.tanh(), self.markov_w2.weight)
 
 
 class BoundRecurrent:
-    """A head with a state, and the embeddings that it reads."""
+    """Recurrent head with the embeddings that it reads."""
 
     pairwise = False
 
     def __init__(self, head: DominoHead | RecurrentMarkovTables, embed: Projection, drafted: Tensor | None) -> None:
-        """``embed`` gives what the head reads ``[T, E]`` of tokens; ``drafted [N]`` are the tokens of a reduced vocabulary."""
+        """Bind a head to ``embed``, which gives its inputs ``[T, E]``; ``drafted [N]`` are the tokens of a reduced vocabulary."""
         self.head, self.embed, self.drafted = head, embed, drafted
 
     def transitions(self, hidden: Tensor, logits: Tensor, sizes: Sequence[int]) -> Callable[..., Tensor]:
-        """A function (positions, tokens, among) → logits ``[n, V]`` of these after these tokens, or of ``among [m]`` alone.
+        """Return a function (positions, tokens, among) → logits ``[n, V]`` at these positions after these tokens.
 
-        Each block is asked for in order. ``hidden [Σk, H]`` and ``logits [Σk, V]`` are those of all positions of blocks of
-        ``sizes``.
+        With ``among [m]`` the logits are of these tokens alone. The function must be called for the positions of each block in
+        order. ``hidden [Σk, H]`` and ``logits [Σk, V]`` cover all positions of blocks of ``sizes``.
         """
         places = upload_indices([place for size in sizes for place in range(size)], hidden.device)
         states = hidden.new_zeros(len(hidden), self.head.state_size)

@@ -1,4 +1,4 @@
-"""A drafter at work: its K/V, its adapters, and what it borrows from its target. One class serves volley's engine and others'."""
+"""Drafter bound to its K/V store, its adapters, and its target's embedding and head, for volley's engine and other engines."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -29,12 +29,12 @@ from volley.models.targets.target import Target
 from volley.native import WantedDraftWeights
 
 Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
-"""``inject(features [T, F], positions [T], kv_slots [T])`` writes the drafter's K/V of these tokens."""
+"""Write the drafter's K/V of tokens: ``inject(features [T, F], positions [T], kv_slots [T])``."""
 
 
 class DraftModel:
     reads_next = False
-    """Whether the K/V of a token need the token after it as well (:meth:`with_next`)."""
+    """True if the K/V of a token also depend on the next token (:meth:`with_next`)."""
 
     def __init__(
         self,
@@ -45,14 +45,12 @@ class DraftModel:
         head: Projection,
         window: int | None = None,
     ) -> None:
-        """``embed`` gives the target's embeddings, ``head`` its logits; with a ``window`` a block sees only so many tokens before
-        it.
-        """
+        """Bind a drafter to the target's ``embed`` and ``head``; with a ``window`` a block sees only so many tokens before it."""
         config = drafter.config
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
         self.window, self.windows = window, drafter.windows(window)
         self.taps = config.target_layer_ids
-        """The layers of the target whose states it reads."""
+        """Layers of the target whose states the drafter reads."""
         self._attention = attention
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._inject = self.make_injection()
@@ -73,7 +71,7 @@ class DraftModel:
             )
 
     def see(self, token_ids: Iterable[int]) -> None:
-        """Tokens of texts that are drafted for: where not all of a vocabulary is drafted, those seen last are."""
+        """Note tokens of a request's text: a frequent head drafts the tokens seen last."""
         frequent = self.drafter.frequent_head
         if frequent is None:
             return
@@ -82,11 +80,11 @@ class DraftModel:
             self.bound_head.catch_up()
 
     def make_injection(self) -> Inject:
-        """What makes K/V of features."""
+        """Make the function that projects features into K/V."""
         return Injection(self.drafter, self.store)
 
     def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
-        """Features ``[T, taps · H]`` of tokens with what is needed of those after them, ``token_ids [T]``."""
+        """Add to features ``[T, taps · H]`` the inputs from the next tokens ``token_ids [T]``, if the drafter reads these."""
         return features
 
     @property
@@ -98,22 +96,22 @@ class DraftModel:
         return self.drafter.fc.weight.dtype
 
     def load_adapter(self, path: Path | str) -> Adapter:
-        """The drafter with the adapter in folder ``path``; both keep their K/V in the same store."""
+        """Load the adapter in folder ``path``; its K/V share the drafter's store."""
         drafter = adapted(self.drafter, path)
         digest = bytes.fromhex(drafter_fingerprint(drafter))
         drafter.fuse()
         return Adapter(drafter, Injection(drafter, self.store), digest)
 
     def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
-        """Project the target's features ``[T, taps · H]`` of tokens that stay into K/V at ``kv_slots [T]``."""
+        """Project the target's features ``[T, taps · H]`` of accepted tokens into K/V at ``kv_slots [T]``."""
         injection = self._inject if adapter is None else adapter.injection
         injection(features, positions, kv_slots)
 
     def states(self, segments: list[Segment], token_ids: Tensor, adapter: Adapter | None = None) -> Tensor:
-        """Final states ``[Σ k, H]`` of the draft positions of blocks ``token_ids [Σ 1 + k]``, each an anchor and masks.
+        """Return final states ``[Σ k, H]`` of the draft positions of blocks ``token_ids [Σ 1 + k]``, each an anchor and masks.
 
-        A drafter that samples from the anchor has a mask fewer in each block, and the anchor's state is the first position's.
-        A block's own K/V are scratch behind those of its context.
+        If the drafter samples from the anchor, a block has one mask fewer and the anchor is its first draft position. A block's
+        own K/V are scratch after those of its context.
         """
         rows = self.draft_rows(segments)
         batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), rows, self.device)
@@ -123,7 +121,7 @@ class DraftModel:
         return states.index_select(0, drafting) if len(rows) < len(states) else states
 
     def draft_rows(self, segments: Sequence[Segment]) -> list[int]:
-        """Which rows of blocks are draft positions: all but the anchors, unless these sample as well."""
+        """Return the rows of blocks that are draft positions: all rows, or all but the anchors if these do not draft."""
         ends = np.cumsum([segment.length for segment in segments])
         rows = np.arange(ends[-1])
         if not self.drafter.config.sample_from_anchor:
@@ -132,11 +130,11 @@ class DraftModel:
 
     @property
     def is_regular(self) -> bool:
-        """Whether a pass launches the same operations whatever the blocks are, if they are as many of as many tokens."""
+        """Return whether a pass launches the same operations for any blocks of the same number and sizes."""
         return not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
 
     def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
-        """Final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
+        """Return final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
         drafter = self.drafter if adapter is None else adapter.drafter
         scale, causal = drafter.config.head_dim**-0.5, drafter.config.causal_layers
         if causal:
@@ -160,9 +158,9 @@ class DraftModel:
         return states
 
     def accept_rates(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """How likely the tokens at positions of states ``hidden [R, H]`` are accepted, by the drafter's confidence head: ``[R]``.
+        """Return the confidence head's acceptance probabilities ``[R]`` at positions with states ``hidden [R, H]``.
 
-        ``before [R]`` are the tokens before them.
+        ``before [R]`` are the tokens before the positions.
         """
         head, tables = self.drafter.confidence_head, self.drafter.head
         assert head is not None
@@ -185,9 +183,9 @@ class DraftModel:
 
 
 def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
-    """A drafter for ``target``, on its device and in its data type, with ``weights`` as a CPU keeps them.
+    """Load a drafter for ``target``, on its device and in its dtype, with ``weights`` in a format for this CPU.
 
-    One that is loaded has bf16 weights, and drafts all tokens; ConfigError for others.
+    An already loaded drafter keeps bf16 weights and drafts all tokens; other ``weights`` then raise ConfigError.
     """
     if isinstance(path, Drafter):
         if weights not in ("auto", "bf16"):
@@ -195,12 +193,12 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
         moved = path if path.norm.weight.device == target.device else path.to(target.device)
         return moved.to(target.dtype).eval()
     kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
-    has_bias = getattr(target.model.get_output_embeddings(), "bias", None) is not None  # which codes of the weight lack
+    has_bias = getattr(target.model.get_output_embeddings(), "bias", None) is not None  # quantised weights lack it
     head: Tensor | native.Product | None = None if has_bias else target.kept_head
     with giving_back():
         folder, checkpoint = read_drafter(path)
         drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
-        del checkpoint  # it holds the weights as well
+        del checkpoint  # it holds another reference to the weights
         if drafter.lm_head is None and drafter.config.eagle is None and pays(head):
             assert isinstance(head, native.Product)
             stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
@@ -212,7 +210,7 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:
-    """Refuse a drafter that was trained for another target, or a target that no drafter can follow."""
+    """Refuse a drafter that was trained for another target, or a target that no drafter can draft for."""
     if not target.can_be_tapped:
         raise MismatchError(
             f"{type(target).__name__} denoises canvases and gives a drafter no states of its layers; leave the drafter out, and "

@@ -1,9 +1,8 @@
 """The DFlash drafter: a few Qwen3-style layers that turn ``[anchor, MASK, …]`` into hidden states in one pass.
 
-Its context is not text but the target's own hidden states: ``C = RMSNorm(fc(taps))`` is projected by every layer's
-``k_proj`` and ``v_proj`` and cached (K/V injection, DFlash §4.1). Embedding and head are the target's unless the checkpoint
-brings its own. The module does not know where its keys and values live: the caller passes ``attend``, a dense mask in
-training, the page pool in serving.
+Its context is the target's hidden states: ``C = RMSNorm(fc(taps))`` is projected by every layer's ``k_proj`` and ``v_proj`` and
+cached (K/V injection, DFlash §4.1). Embedding and head are the target's unless the checkpoint brings its own. The caller passes
+``attend``, which owns keys and values: a dense mask in training, the page pool in serving.
 """
 
 import json
@@ -47,9 +46,9 @@ from volley.native.decoder import LayerShape, LayerWeights
 from volley.tensors import check_weights, save_tensors
 
 JoinedKV = tuple[Callable[[Tensor], Tensor], Tensor]
-"""``[T, H] -> [T, 2 · layers · kv_heads · d]``, keys before values, and the weights ``[layers, d]`` of the keys' norms."""
+"""Map ``[T, H] -> [T, 2 · layers · kv_heads · d]``, keys before values, and the weights ``[layers, d]`` of the keys' norms."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
+"""Attention: ``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
 
 
 class Rotary:
@@ -72,14 +71,14 @@ class Rotary:
                 f"drafter config: transformers cannot use the rope parameters {rope} ({error!r})"
             ) from None
         self._tables: dict[tuple[torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
-        """By length too: CUDA graphs may read shorter ones."""
+        """Tables by dtype, device and length; CUDA graphs may still read shorter ones."""
 
     def cover(self, length: int) -> None:
-        """Serve positions below ``length`` too: a target may reach further than its drafter was trained for."""
+        """Extend the tables to positions below ``length``: a target's context may be longer than its drafter's."""
         self.length = max(self.length, length)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``positions [T]`` → cos and sin ``[T, 1, head_dim]`` in ``dtype``; see :meth:`cover` for positions past the context."""
+        """Return cos and sin ``[T, 1, head_dim]`` of ``positions [T]``; see :meth:`cover` for positions past the context."""
         key = (dtype, positions.device, self.length)
         if key not in self._tables:
             with torch.inference_mode(False), torch.no_grad():
@@ -91,7 +90,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x [..., T, heads, d]`` in the half-split layout of Llama and Qwen."""
+    """Apply the rotary embedding to ``x [..., T, heads, d]`` in the half-split layout of Llama and Qwen."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos + turned * sin
@@ -120,7 +119,7 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """``[..., heads · d]`` → ``[..., heads, d]``."""
+        """Reshape ``[..., heads · d]`` to ``[..., heads, d]``."""
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ class DraftAttention(nn.Module):
         return rotate(self.q_norm(self.split_heads(self.q_proj(x))), cos, sin)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V ``[T, kv_heads, d]`` of block states or context features ``[T, H]``: the same projections serve both."""
+        """K and V ``[T, kv_heads, d]`` of block states or context features ``[T, H]``; both use the same projections."""
         keys = rotate(self.k_norm(self.split_heads(self.k_proj(x))), cos, sin)
         return keys, self.split_heads(self.v_proj(x))
 
@@ -155,7 +154,7 @@ class DraftLayer(nn.Module):
         self.attention_conv, self.mlp_conv = _make_convolution(config), _make_convolution(config)
 
     def take(self, products: LayerWeights[Product]) -> None:
-        """Compute with these products, so that there is one copy of the weights for all ways to run the layer."""
+        """Compute with these linear kernels, so that all ways to run the layer share one copy of the weights."""
         attention, mlp = self.self_attn, self.mlp
         share([attention.q_proj, attention.k_proj, attention.v_proj], products.project)
         share([mlp.gate_proj, mlp.up_proj], products.gate_up)
@@ -172,7 +171,7 @@ def _make_convolution(config: DrafterConfig) -> BlockConvolution | None:
 def _around(
     convolution: BlockConvolution | None, x: Tensor, places: Tensor | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What a sublayer reads instead of ``x [T, H]``, and what to do with its output."""
+    """Return a sublayer's input for ``x [T, H]``, and the function to apply to its output."""
     if convolution is None:
         return x, lambda output: output
     assert places is not None, "convolutions must know where a block begins"
@@ -199,20 +198,20 @@ def _make_head(config: DrafterConfig) -> SequentialHead | DominoHead | None:
 
 
 def read_drafter(path: Path | str) -> tuple[Path, Checkpoint]:
-    """The folder of a drafter given by folder or hub name, and what is in it."""
+    """Read a drafter given by folder or hub name; return its folder and its checkpoint."""
     folder = drafter_folder(drafter_path(path))
     return folder, read_checkpoint(folder)
 
 
 def _release(part: nn.Module, files: MappedFiles) -> None:
-    """Give up the weights of ``part`` that products hold copies of."""
+    """Release the weights of ``part`` that linear kernels hold copies of."""
     for module in part.modules():
         if isinstance(module, nn.Linear) and "forward" in vars(module) and not module.weight.is_meta:
             release_weight(module, files)
 
 
 def _read_again(drafter: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Fill in the weights that were given up, from the files that they are in."""
+    """Read released weights from their files again."""
     given_up = {name: own for name, own in drafter.named_parameters() if own.is_meta and hasattr(own, "sample")}
     if not given_up:
         return
@@ -227,17 +226,17 @@ def _read_again(drafter: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
 
 
 class Drafter(nn.Module):
-    """A drafter for one target. Weight names are z-lab's; embedding and head are the target's.
+    """Drafter for one target. Weight names are z-lab's; embedding and head are the target's.
 
-    A sequential ``head`` is extra, under ``head.*``: it corrects slot logits by the token before (``heads.py``). So are
-    ``embed_tokens`` and ``lm_head`` of a checkpoint that does not use its target's; with a reduced vocabulary, row i of
-    ``lm_head`` is the token ``i + d2t[i]``.
+    Three modules are optional. A sequential head (``head.*``) corrects a position's logits by the previous token
+    (``heads.py``). A checkpoint with an embedding and a head of its own has ``embed_tokens`` and ``lm_head``. With a reduced
+    vocabulary, row i of ``lm_head`` is the token ``i + d2t[i]``.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.folder: Path | None = None  # where it was loaded from
+        self.folder: Path | None = None  # the folder it was loaded from
         width = config.target_hidden_size or config.hidden_size
         self.fc = nn.Linear(config.num_taps * width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -255,21 +254,21 @@ class Drafter(nn.Module):
         reduced = rows is not None and rows < config.vocab_size
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
         self.fused: tuple[list[LayerWeights[Product]], LayerShape] | None = None
-        """Copies of the layers' weights for :class:`FusedDecoder`, once :meth:`fuse` was called."""
+        """Copies of the layers' weights for :class:`FusedDecoder`, set by :meth:`fuse`."""
         self.joined: list[JoinedWeights] = []
-        """The layers in few operations, on a GPU once :meth:`fuse` was called."""
+        """Layers with joined projections, set by :meth:`fuse` on a GPU."""
         self.own_head: Projection | None = None
-        """The target's head in codes, or its rows of frequent tokens, if drafts come from these."""
+        """The target's head, quantised or reduced to frequent tokens, if drafts come from that."""
         self.joined_kv: JoinedKV | None = None
-        """What injections use, made before the layers' weights were given up."""
+        """Joined K/V projections for injection, made before the layers' weights are released."""
         self.register_state_dict_post_hook(_read_again)  # type: ignore[no-untyped-call]
 
     def fuse(self, weights: Weights = "bf16", head: Tensor | Product | None = None, *, release: bool = False) -> None:
-        """Let the drafter run on kernels where the machine has them; it must not be trained afterwards.
+        """Run the drafter on this machine's fast kernels; it must not be trained afterwards.
 
-        With codes as ``weights``, drafts come from such codes of the target's ``head [V, H]`` as well, its own where it has them.
-        With ``release`` a CPU's memory does not keep the weights that products have copies of; ``joined_kv`` must have been made.
-        ``state_dict`` reads them from the drafter's folder again, for an adapter or a fingerprint.
+        If ``weights`` are quantised, the target's ``head [V, H]`` is quantised too, or shared if it already is. ``release`` frees
+        the CPU weights that kernels have copies of; ``joined_kv`` must exist then. ``state_dict`` reads them from the drafter's
+        folder again, for an adapter or a fingerprint.
         """
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = recoded_head(head, weights)
@@ -294,18 +293,18 @@ class Drafter(nn.Module):
                 _release(part, files)
 
     def join(self) -> None:
-        """Compute each layer in few operations, with matrices of which its own weights become views."""
+        """Join the projections of each layer; the layer's own weights become views of the joined ones."""
         options = AttentionOptions(self.config.head_dim**-0.5)
         self.joined = [JoinedWeights(layer, layer_shape(layer, options)) for layer in self._layers()]
 
     @property
     def _has_plain_layers(self) -> bool:
-        """Whether its layers are computed as Qwen3's are: no convolutions, and inputs of one width."""
+        """Return whether the layers compute like Qwen3's: no convolutions, and inputs of one width."""
         return self.config.conv_kernel_size is None and self.config.eagle is None
 
     @property
     def drafted(self) -> Tensor | None:
-        """The tokens of a reduced vocabulary, one for each row of the head."""
+        """Tokens of a reduced vocabulary, one for each row of the head."""
         return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @property
@@ -318,7 +317,7 @@ class Drafter(nn.Module):
 
     @property
     def kv_shapes(self) -> list[tuple[int, int]]:
-        """``(kv_heads, head_dim)`` of every layer: all the same."""
+        """List ``(kv_heads, head_dim)`` of every layer; all are equal."""
         return [(self.config.num_key_value_heads, self.config.head_dim)] * self.config.num_hidden_layers
 
     def windows(self, bound: int | None = None) -> list[int | None]:
@@ -393,7 +392,7 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, path: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
-        """What was read of folder ``path``, as a drafter."""
+        """Make a drafter from the checkpoint that was read from folder ``path``."""
         with unfilled():
             drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)

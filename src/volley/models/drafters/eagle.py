@@ -1,10 +1,10 @@
-"""The EAGLE-3 drafter (Li et al. 2025, §3): one decoder layer that writes a chain token by token.
+"""The EAGLE-3 drafter (Li et al. 2025, §3): one decoder layer that drafts a chain token by token.
 
 Position t reads two vectors, the embedding of token t + 1 and a state, and predicts token t + 2. The state is ``fc`` of three
-layers of the target at token t. Behind the last token that the target has computed, it is the drafter's own output at position
-t − 1. Both vectors are normed and concatenated, so queries, keys and values are products of inputs of size 2H.
+layers of the target at token t. After the last token that the target has computed, the state is the drafter's own output at
+position t − 1. Both vectors are normed and concatenated, so queries, keys and values are projections of inputs of size 2H.
 
-Its checkpoint formats are in ``eagle_format.py``.
+``eagle_format.py`` reads its checkpoint formats.
 """
 
 from typing import cast
@@ -18,7 +18,7 @@ from volley.models.drafters.drafter import Attend, DraftAttention, Drafter, Draf
 
 
 class EagleAttention(DraftAttention):
-    """Attention over inputs of 2H; queries and keys are normed only where the checkpoint does."""
+    """Attention over inputs of size 2H; queries and keys are normed only if the checkpoint says so."""
 
     def __init__(self, config: DrafterConfig, *, qk_norm: bool) -> None:
         super().__init__(config)
@@ -47,7 +47,7 @@ class EagleDrafter(Drafter):
         return cast(DraftLayer, self.layers[0])
 
     def fused_states(self, features: Tensor) -> Tensor:
-        """States ``[T, H]`` of the target's tapped features ``[T, 3 · H]``."""
+        """Project the target's tapped features ``[T, 3 · H]`` to states ``[T, H]``."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm:
@@ -62,7 +62,7 @@ class EagleDrafter(Drafter):
         return self.layer.self_attn.keys_values(self._inputs(embeddings, self.hidden_norm(states)), cos, sin)
 
     def advance(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The drafter's own states ``[T, H]`` of ``positions [T]``; normed they go into the head."""
+        """Return the drafter's own states ``[T, H]`` at ``positions [T]``; the head reads them normed."""
         layer, normed = self.layer, self.hidden_norm(states)
         cos, sin = self.rotary(positions, states.dtype)
         inputs = self._inputs(embeddings, normed)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter with its K/V and with what it borrows from its target."""
+"""EAGLE-3 drafter bound to its K/V store and to its target's embedding and head."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from volley.models.drafters.heads import Projection
 
 
 class EagleModel(DraftModel):
-    """An EAGLE-3 drafter at work. Its K/V at position t are those of token t and the token after it."""
+    """Bound EAGLE-3 drafter. Its K/V at position t depend on token t and the next token."""
 
     reads_next = True
 
@@ -29,7 +29,7 @@ class EagleModel(DraftModel):
         window: int | None,
         num_layers: int,
     ) -> None:
-        """``num_layers`` are the target's, which decide what is tapped where the checkpoint does not."""
+        """Bind a drafter; the target's ``num_layers`` choose the taps if the checkpoint names none."""
         self.eagle = drafter
         super().__init__(drafter, store, attention, embed, head, window)
         self.taps = drafter.config.target_layer_ids or usual_taps(num_layers)
@@ -45,7 +45,7 @@ class EagleModel(DraftModel):
         return inject
 
     def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
-        """Features ``[T, 3 · H]`` of tokens beside the embeddings of those after them, ``token_ids [T]``: ``[T, 4 · H]``."""
+        """Join features ``[T, 3 · H]`` of tokens and the embeddings of the next tokens ``token_ids [T]``: ``[T, 4 · H]``."""
         return torch.cat([features, self.eagle.embed(token_ids, self.embed)], dim=-1)
 
     def load_adapter(self, path: object) -> Adapter:
@@ -54,7 +54,7 @@ class EagleModel(DraftModel):
         )
 
     def advance(self, batch: RaggedBatch, store: KVStore, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads."""
+        """Return logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             options = AttentionOptions(self.eagle.config.head_dim**-0.5, self.windows[layer])

@@ -1,4 +1,4 @@
-"""Export a drafter to another program, and what can be done to its checkpoint on the way. No weight changes."""
+"""Export a drafter to another program's format, and transform its checkpoint for that. No weight changes."""
 
 import warnings
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def export(
 ) -> Checkpoint:
     """Write the drafter in ``drafter`` to ``out`` (a folder; GGUF: a file). ``counts [V]`` of tokens choose a reduced vocabulary.
 
-    ``target`` is its folder or hub name: where weights are taken from, and what the drafter is checked against.
+    ``target`` is a folder or hub name: weights are copied from it, and the drafter is checked against it.
     """
     if target is None and (with_embeddings or draft_vocab_size is not None):
         raise ConfigError("with_embeddings and draft_vocab_size copy weights of the target; name it as target")
@@ -88,7 +88,7 @@ def export(
 
 
 def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) -> None:
-    """What was certified of the drafter holds for the written one if it drafts the same."""
+    """Copy the drafter's certificate if the written drafter drafts the same."""
     inside = drafter_folder(drafter)
     run = [inside.parent] if inside.name == "drafter" else []
     found = [
@@ -104,7 +104,7 @@ def _copy_certificate(drafter: Path, out: Path, to: Format, *, is_same: bool) ->
 
 
 def _problem_with(certificate: Path, drafter: Path) -> str | None:
-    """Why a certificate says nothing about the drafter in a folder."""
+    """Return why a certificate does not apply to the drafter in a folder; ``None`` if it does."""
     try:
         certified = read_certificate(certificate).get("subject", {}).get("drafter")
     except CheckpointError as error:
@@ -118,7 +118,7 @@ def _problem_with(certificate: Path, drafter: Path) -> str | None:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """What a target's ``config.json`` says that a drafter must fit."""
+    """Sizes from a target's ``config.json`` that a drafter must fit."""
 
     name: str
     architectures: tuple[str, ...]
@@ -128,7 +128,7 @@ class TargetShape:
 
     @classmethod
     def from_pretrained(cls, name: str | Path) -> Self:
-        """Read the config of a folder or of a model on the hub, no weights."""
+        """Read the config of a folder or of a model on the hub, without weights."""
         with reading(name, "the target's config"):
             config = load_config(name)
             text = config.get_text_config()
@@ -136,7 +136,7 @@ class TargetShape:
             return cls(str(name), architectures, text.hidden_size, text.vocab_size, text.num_hidden_layers)
 
     def check(self, config: DrafterConfig) -> None:
-        """Refuse a drafter of another target."""
+        """Refuse a drafter for another target."""
         config.check_target(hidden_size=self.hidden_size, vocab_size=self.vocab_size, num_layers=self.num_layers)
 
 
@@ -161,14 +161,14 @@ class TargetEnds:
 
 
 def without_head(checkpoint: Checkpoint) -> Checkpoint:
-    """The plain DFlash drafter that a sequential head was added to."""
+    """Return the plain DFlash drafter without its sequential head."""
     plain = without_confidence(checkpoint)
     tensors = {name: tensor for name, tensor in plain.tensors.items() if not name.startswith("head.")}
     return Checkpoint(replace(plain.config, head=None), tensors)
 
 
 def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
-    """The Markov head as DSpark's two tables, in the dtype of the drafter's weights."""
+    """Replace the Markov head by DSpark's two tables, in the dtype of the drafter's weights."""
     config = checkpoint.config
     assert config.head is not None
     head = ResidualHead(config.hidden_size, config.head.rank, with_context=False)
@@ -187,7 +187,7 @@ def with_tables(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
 
 
 def with_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
-    """The target's embedding, and its head (the rows of a reduced vocabulary), where the drafter has none of its own."""
+    """Add the target's embedding and head (its rows for a reduced vocabulary) if the drafter has none of its own."""
     config = checkpoint.config
     tensors = {"embed_tokens.weight": target.embedding, **checkpoint.tensors}
     if config.draft_vocab_size is None:
@@ -198,7 +198,7 @@ def with_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
 
 
 def without_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
-    """Leave out the drafter's own embedding and head where they are the target's, bit for bit."""
+    """Leave out the drafter's own embedding and head if they equal the target's bit for bit."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     if config.own_embedding and _equal(tensors["embed_tokens.weight"], target.embedding):
         del tensors["embed_tokens.weight"]
@@ -213,15 +213,15 @@ def without_ends(checkpoint: Checkpoint, target: TargetEnds) -> Checkpoint:
 
 
 def check_vocabulary(size: int, vocab_size: int) -> None:
-    """Refuse a reduced vocabulary that is none."""
+    """Refuse a size that does not reduce the vocabulary."""
     if not 0 < size < vocab_size:
         raise ConfigError(f"draft_vocab_size is {size}; it must be between 1 and {vocab_size - 1}")
 
 
 def with_vocabulary(checkpoint: Checkpoint, target: TargetEnds, counts: Sequence[int], size: int) -> Checkpoint:
-    """Draft only the ``size`` tokens that ``counts [V]`` has most of, with the target's rows for them as head.
+    """Draft only the ``size`` most frequent tokens by ``counts [V]``, with the target's rows for them as head.
 
-    The text can still hold any token: one outside the reduced vocabulary is merely never proposed.
+    A text may still hold any token; tokens outside the reduced vocabulary are only never drafted.
     """
     config = checkpoint.config
     if config.draft_vocab_size is not None:

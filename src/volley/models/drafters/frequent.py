@@ -1,8 +1,8 @@
-"""A target's head for the tokens that are likely: where a vocabulary is large, drafts come from these alone.
+"""Target's head reduced to frequent tokens, from which drafts come if the vocabulary is large.
 
-A byte-pair vocabulary is numbered in the order in which its tokens were merged, the most frequent first. So the first of it
-cover most of any text. What a text has beyond them it mostly has more than once: those seen last are drafted as well, and so are
-the tokens that end an answer.
+A byte-pair vocabulary is numbered in the order of its merges, the most frequent first. So its first tokens cover most of any
+text. Rarer tokens of a text mostly occur more than once. So the tokens seen last are drafted as well, and the tokens that end an
+answer.
 """
 
 from collections.abc import Iterable
@@ -14,27 +14,27 @@ from volley import native
 from volley.native import Weights
 
 FIRST = 32_768
-"""Tokens that are always drafted, by their ids."""
+"""Number of first token ids that are always drafted."""
 SEEN = 4096
-"""How many others are."""
+"""Number of other tokens that are drafted."""
 
 
 def pays(head: object) -> bool:
-    """Whether drafts from fewer tokens of a target's ``head`` are faster: where it is laid out for a CPU, and twice as long."""
+    """Return whether a reduced ``head`` is faster: if it is packed for a CPU, and has at least twice ``FIRST`` rows."""
     return isinstance(head, native.Product) and head.outputs >= 2 * FIRST
 
 
 class FrequentHead:
-    """The logits of the first tokens of a vocabulary and of those seen last; all others have −∞.
+    """Logits of the first tokens of a vocabulary and of the tokens seen last; all others are −∞.
 
-    A token that is seen takes a row of its own, the place of the one that came first once all are taken.
+    A new token gets a row of its own. If all rows are taken, it replaces the oldest token.
     """
 
     changes: int
-    """Tokens that took a place so far."""
+    """Number of tokens that have got a row so far."""
 
     def __init__(self, head: native.Product, weights: Weights, always: Iterable[int] = ()) -> None:
-        """Of a target's ``head``; the first rows as ``weights``, shared if it has these; ``always`` stay whatever is seen."""
+        """Reduce ``head``, its first rows as ``weights`` (shared if it has these); tokens in ``always`` are never replaced."""
         self.vocab_size = head.outputs
         self._target = head
         kind = weights if head.inputs % native.GROUP == 0 else "bf16"
@@ -51,25 +51,25 @@ class FrequentHead:
 
     @property
     def nbytes(self) -> int:
-        """Beside the target's head."""
+        """Bytes in addition to the target's head."""
         return self._seen.nbytes + (0 if self._shares else self._first.nbytes)
 
     @property
     def tokens(self) -> Tensor:
-        """The tokens ``[n]`` that are drafted now, in the order of their places."""
+        """Tokens ``[n]`` that are drafted now, in the order of their rows."""
         return self._tokens[: FIRST + min(self._kept + self.changes, SEEN)]
 
     @property
     def places(self) -> Tensor:
-        """The place ``[V]`` of each token among those drafted, 0 for all others."""
+        """Row ``[V]`` of each drafted token, 0 for all others."""
         return self._places
 
     def weights(self, token_ids: Tensor) -> Tensor:
-        """The rows ``[n, H]`` of the target's head."""
+        """Return rows ``[n, H]`` of the target's head."""
         return self._target.rows(token_ids)
 
     def see(self, token_ids: Iterable[int]) -> None:
-        """Draft these tokens from now on; where they are too many at once, the last of them."""
+        """Draft these tokens from now on, or the last ones if they are too many."""
         known, before = self._known, self.changes
         new = list(dict.fromkeys(token for token in token_ids if not known[token]))[self._kept - SEEN :]
         if not new:
@@ -85,7 +85,7 @@ class FrequentHead:
         self._seen.put(places - FIRST, self.weights(tokens))
 
     def changed_since(self, changes: int) -> Tensor:
-        """The places ``[n]`` that were given to other tokens since there were so many :attr:`changes`."""
+        """Return the rows ``[n]`` that got other tokens since :attr:`changes` had this value."""
         room = SEEN - self._kept
         return FIRST + self._kept + torch.arange(max(changes, self.changes - room), self.changes) % room
 

@@ -1,14 +1,14 @@
-"""The sequential head corrects a slot's logits once the token before it is known, so that a block's tokens fit together.
+"""Sequential heads, which correct a position's logits by the previous token, so that a block's tokens fit together.
 
-The slots of a block are predicted in one pass, independently of each other. The head corrects a slot's final state h after
-token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the target's head E this adds to the logit of token j
-``u(c, h) · O_j`` with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``, so a table for ``P·e`` and one for O make every transition a
+One pass predicts the positions of a block independently of each other. The head corrects a position's final state h after
+token c with embedding e: ``h + Q·silu(P·e + A·h)``, of rank r. With the target's head E this adds ``u(c, h) · O_j`` to the logit
+of token j, with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``. So a table for ``P·e`` and one for O make every transition a dot
 product of two short rows. The head has no tensor of the vocabulary's size.
 
-Without A it knows the token before and nothing else: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and ``W2 = E·Q``. That
-is DSpark's Markov head. Other programs keep these two tables (:class:`MarkovTables`) instead of P and Q, perhaps with a gate on
-the first (:class:`GatedMarkovTables`). DFlash 2 keeps two tables as well, and multiplies their product with the state
-(:class:`Selector`).
+Without A the correction depends on the previous token alone: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and
+``W2 = E·Q``. This is DSpark's Markov head. Other programs store these two tables (:class:`MarkovTables`) instead of P and Q,
+perhaps with a gate on the first (:class:`GatedMarkovTables`). DFlash 2 stores two tables as well, and multiplies their product
+by the state (:class:`Selector`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from volley.types import Lattice
 Projection = Callable[[Tensor], Tensor]
 _TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
 CHAIN_CANDIDATES, PAIRED_CANDIDATES = 512, 128
-"""Tokens of the largest logits before the head's correction among which a greedy chain chooses, one by one and by pairs: the head
-of a drafter that was trained for minutes corrects so much that few of them are not enough."""
+"""Number of tokens with the largest uncorrected logits among which a greedy chain chooses, one by one and by pairs. A drafter
+that was trained for minutes needs this many, because its head corrects much."""
 
 
 class ResidualHead(nn.Module):
@@ -44,7 +44,7 @@ class ResidualHead(nn.Module):
         nn.init.zeros_(self.output.weight)  # training starts from DFlash
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """Corrected states ``[R, H]``, which the target's head turns into logits; ``embeddings`` of the tokens before."""
+        """Return corrected states ``[R, H]`` for the target's head; ``embeddings`` are those of the previous tokens."""
         inner = self.rows(embeddings)
         if self.context is not None:
             inner = inner + self.context(hidden)
@@ -52,14 +52,14 @@ class ResidualHead(nn.Module):
         return corrected
 
     def rows(self, embeddings: Tensor) -> Tensor:
-        """``P·e`` ``[R, r]``."""
+        """Return ``P·e`` ``[R, r]``."""
         rows: Tensor = self.previous(rms_norm(embeddings, embeddings.shape[-1:]))
         return rows
 
     def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """``P·e`` (without a context ``W1``) and ``W2``, ``[V, r]`` each, for a target's embedding and head.
+        """Return ``P·e`` (``W1`` without a context) and ``W2``, ``[V, r]`` each, for a target's embedding and head.
 
-        Neither matrix of the target is needed whole: W2 is what the head makes of Q's columns.
+        Both are computed in parts. ``W2`` is the target's head applied to Q's columns.
         """
         columns = self.output.weight.T.contiguous()
         rows = columns.new_empty(vocab_size, len(columns))
@@ -75,12 +75,12 @@ class ResidualHead(nn.Module):
         return rows, outputs
 
     def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tables, what tokens with ``embeddings [n, H]`` and rows ``weights [n, H]`` of the target's head have there."""
+        """Return both tables' rows for tokens with ``embeddings [n, H]`` and rows ``weights [n, H]`` of the target's head."""
         own = self.rows(embeddings)
         return (own if self.context is not None else silu(own)), linear(weights, self.output.weight.T)
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
-        """What is multiplied with the outputs' table: ``rows`` of the tokens before, the states' share ``own``."""
+        """Return the factor of the output table from ``rows`` of the previous tokens and the states' share ``own``."""
         return rows if own is None else silu(rows + own)
 
     def _vocabulary(self, size: int) -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ class ResidualHead(nn.Module):
 
 
 class MarkovTables(nn.Module):
-    """DSpark's Markov head as others train it: ``markov_w1 [V, r]`` and ``markov_w2 [N, r]`` of N drafted tokens."""
+    """DSpark's Markov head as other programs train it: ``markov_w1 [V, r]`` and ``markov_w2 [N, r]`` of N draft tokens."""
 
     context: Projection | None = None
 
@@ -102,7 +102,7 @@ class MarkovTables(nn.Module):
         )
 
     def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """``W1 [V, r]`` and ``W2 [N, r]``."""
+        """Return ``W1 [V, r]`` and ``W2 [N, r]``."""
         return self.markov_w1.weight, self.markov_w2.weight
 
     def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class GatedMarkovTables(MarkovTables):
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def context(self, hidden: Tensor) -> Tensor:
-        """The states' share of the gate."""
+        """Return the states' share of the gate."""
         return linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
 
     def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class Selector(nn.Module):
         )
 
     def tables(self, embed: Projection, output: Projection, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """A and B, ``[V, r]`` each."""
+        """Return A and B, ``[V, r]`` each."""
         return self.predecessor_codebook, self.successor_codebook
 
     def entries(self, token_ids: Tensor, embeddings: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,9 +155,9 @@ class Selector(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """DSpark's: how likely a position's token is accepted if those before it are, ``sigmoid(w·[h; W1_c] + b)``.
+    """DSpark's confidence head: a token's acceptance probability, given the tokens before it, ``sigmoid(w·[h; W1_c] + b)``.
 
-    ``W1_c`` is the Markov head's row of the token before, and may be left out.
+    ``W1_c`` is the Markov head's row of the previous token, and may be left out.
     """
 
     def __init__(self, width: int) -> None:
@@ -175,10 +175,10 @@ SequentialHead = ResidualHead | MarkovTables | Selector
 
 
 class BoundHead:
-    """A head with the tables it makes of its target's embeddings and head."""
+    """Sequential head with the tables made from its target's embedding and head."""
 
     pairwise = True
-    """A position depends on the token before it alone: a block's candidates are a lattice."""
+    """True: a position depends only on the previous token, so a block's candidates form a lattice."""
 
     def __init__(
         self,
@@ -190,10 +190,10 @@ class BoundHead:
         drafted: Tensor | None = None,
         frequent: FrequentHead | None = None,
     ) -> None:
-        """``embed`` gives the target's input embeddings ``[T, H]`` of tokens ``[T]``, ``output`` its logits ``[T, V]`` of states.
+        """Bind a head to the target's input embeddings ``embed`` (``[T] -> [T, H]``) and its head ``output``.
 
-        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone. Where drafts
-        come from a ``frequent`` head, the tables have a row for each of its places.
+        ``drafted [N]`` are the tokens of a reduced vocabulary; a head's table may have rows for these alone. If drafts come from
+        a ``frequent`` head, the tables have a row for each of its rows.
         """
         self.head, self._embed, self._frequent, self._reduced = head, embed, frequent, drafted
         size = vocab_size if self.drafted is None else len(self.drafted)
@@ -212,12 +212,12 @@ class BoundHead:
 
     @property
     def drafted(self) -> Tensor | None:
-        """The tokens of a reduced vocabulary; ``None``: all are drafted."""
+        """Tokens of a reduced vocabulary; ``None``: all are drafted."""
         return self._reduced if self._frequent is None else self._frequent.tokens
 
     @torch.inference_mode()
     def catch_up(self) -> None:
-        """Take over which tokens the frequent head drafts now."""
+        """Update the tables' rows to the tokens that the frequent head drafts now."""
         if self._frequent is None or self._changes == self._frequent.changes:
             return
         places, self._changes = self._frequent.changed_since(self._changes), self._frequent.changes
@@ -235,14 +235,14 @@ class BoundHead:
         return torch.cat(rows), torch.cat(outputs)
 
     def _places(self, token_ids: Tensor) -> Tensor:
-        """The rows of the tables that are tokens'."""
+        """Return the table rows of tokens."""
         return token_ids if self._frequent is None else self._frequent.places[token_ids]
 
     @cached_property
     def product(self) -> nn.Linear:
-        """With the outputs' table, of which it may hold a copy laid out anew: chosen tokens after each other need it whole.
+        """Linear layer with the output table as its weight, which may be a repacked copy.
 
-        Of a frequent head's, the part that never changes.
+        With a frequent head it covers the rows that never change.
         """
         outputs = self.outputs if self._frequent is None else self.outputs[:FIRST]
         product = nn.Linear(outputs.shape[1], len(outputs), bias=False, device="meta")
@@ -251,9 +251,9 @@ class BoundHead:
         return product
 
     def transitions(self, hidden: Tensor, logits: Tensor, _: Sequence[int]) -> Callable[..., Tensor]:
-        """A function (slots, tokens, among) → logits ``[n, V]`` of these slots after these tokens, or of ``among [m]`` alone.
+        """Return a function (positions, tokens, among) → logits ``[n, V]`` at these positions after these tokens.
 
-        ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
+        With ``among [m]`` the logits are of these tokens alone. ``hidden [k, H]`` and ``logits [k, V]`` cover all positions.
         """
         own = self._context(hidden)
 
@@ -270,7 +270,7 @@ class BoundHead:
         return after
 
     def drafted_transitions(self, hidden: Tensor, logits: Tensor) -> tuple[Callable[..., Tensor], Tensor | None]:
-        """:meth:`transitions` with logits ``[n, m]`` of the tokens ``[m]`` that are drafted alone, and these; ``None``: all."""
+        """Return :meth:`transitions` with logits ``[n, m]`` of the draft tokens ``[m]``, and these tokens (``None``: all)."""
         if self._frequent is None:
             return self.transitions(hidden, logits, ()), None
         own, tokens, few = self._context(hidden), *self._drafted_logits(logits)
@@ -282,18 +282,18 @@ class BoundHead:
         return after, tokens
 
     def _drafted_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens ``[m]`` that are drafted now, and their logits ``[k, m]`` of all ``[k, V]``."""
+        """Return the tokens ``[m]`` that are drafted now, and their logits ``[k, m]`` from ``logits [k, V]``."""
         assert self._frequent is not None
-        tokens = self._frequent.tokens.clone()  # these change
+        tokens = self._frequent.tokens.clone()  # the frequent head changes them in place
         return tokens, torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
 
     def drawn(
         self, hidden: Tensor, logits: Tensor, anchor: int, uniforms: Sequence[float], temperature: float
     ) -> tuple[list[int], Tensor, Tensor | None] | None:
-        """A chain of which each token is drawn after the one before it, by one of ``uniforms [k]``; the distributions ``[k, m]``
-        at a ``temperature`` above 0; and the tokens ``[m]`` that these are over, ``None`` for all.
+        """Sample a chain token by token with ``uniforms [k]`` at a ``temperature`` above 0.
 
-        ``None`` where tensors are not in bf16 on a CPU. The reference is :func:`volley.decode.propose.walk_sampled`.
+        Return the tokens, their distributions ``[k, m]``, and the tokens ``[m]`` these are over (``None``: all). Return ``None``
+        if tensors are not in bf16 on a CPU. The reference is :func:`volley.decode.propose.walk_sampled`.
         """
         if not can_choose(logits, self.rows, self.outputs):
             return None
@@ -311,12 +311,12 @@ class BoundHead:
     def _mixed(
         self, own: Tensor | None, rows: list[int], token_ids: list[int] | Tensor, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Indices ``[n]`` of slots, and what the outputs' table is multiplied by there, after tokens: ``[n, r]``."""
+        """Return indices ``[n]`` of positions, and the factors ``[n, r]`` of the output table there after tokens."""
         where, before = (upload_indices(indices, device) for indices in (rows, token_ids))
         return where, self.head.mix(embedding(self._places(before), self.rows), None if own is None else own[where])
 
     def _correct(self, logits: Tensor, mixed: Tensor, seen: Tensor | slice) -> Tensor:
-        """Add the head's share, in place, to logits of the frequent head, whose columns ``seen`` are of the tokens seen last."""
+        """Add the correction in place to logits of the frequent head, whose columns ``seen`` are the tokens seen last."""
         assert self._frequent is not None
         logits[:, :FIRST] += self.product(mixed)
         logits[:, seen] += linear(mixed, self.outputs[FIRST : len(self._frequent.tokens)])
@@ -325,11 +325,11 @@ class BoundHead:
     def chooser(
         self, hidden: Tensor, logits: Tensor
     ) -> Callable[[int, int, NDArray[np.uint8]], tuple[int, float] | None] | None:
-        """A function (slot, token, allowed) → the likeliest token of that slot after this token among those with a bit in
-        ``allowed``, and its probability among them; ``None`` if none can be drafted. It goes by the logits of
-        :meth:`transitions`, unrounded.
+        """Return a function (position, token, allowed) → the likeliest token after ``token`` with a bit in ``allowed``.
 
-        ``None`` instead of a function where it cannot be made. ``hidden [k, H]`` and ``logits [k, V]`` are those of all slots.
+        The function also returns the token's probability among the allowed ones, and ``None`` if none can be drafted. It uses
+        the logits of :meth:`transitions`, unrounded. ``hidden [k, H]`` and ``logits [k, V]`` cover all positions. Return
+        ``None`` if the kernels do not support the tensors.
         """
         if not can_choose(logits, self.outputs):
             return None
@@ -346,7 +346,7 @@ class BoundHead:
         return None if self.head.context is None else self.head.context(hidden)
 
     def _best(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Logits and tokens of the ``count`` candidates ``[k, c]`` of each position, the best first."""
+        """Return logits and tokens ``[k, c]`` of the ``count`` best candidates of each position, best first."""
         drafted = self.drafted
         if drafted is None:
             best, tokens = logits.topk(count, dim=-1)
@@ -356,7 +356,7 @@ class BoundHead:
             return best, drafted[places]
         best, tokens = logits[:, :FIRST].topk(count, dim=-1)
         seen = drafted[FIRST:]
-        if len(seen):  # columns are picked only here: to pick all takes longer than to find the best of them
+        if len(seen):  # only these columns are gathered: gathering all takes longer than the top-k
             best = torch.cat([best, logits.index_select(1, seen)], dim=1)
             tokens = torch.cat([tokens, seen.expand(len(tokens), -1)], dim=1)
             best, places = best.topk(count, dim=-1)
@@ -366,10 +366,10 @@ class BoundHead:
     def chains(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """Greedy chains: the likeliest token of every slot after the one before it, and its probability among the candidates.
+        """Return greedy chains: the likeliest token of every position after the previous one, and its probability.
 
-        The arguments are those of :meth:`lattices`. On a CPU one token is chosen after the other. A device would make the host
-        wait for each, and is asked for all pairs of fewer candidates. DFlash 2 defines their number.
+        Probabilities are among the candidates. The arguments are those of :meth:`lattices`. A CPU chooses token by token. On a
+        GPU the host would wait for each token, so the GPU computes all pairs of fewer candidates. DFlash 2 defines their number.
         """
         if logits.device.type != "cpu":
             return self.paired_chains(hidden, logits, anchors, sizes)
@@ -383,7 +383,7 @@ class BoundHead:
     def _chains(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """The reference of :meth:`chains`, for any head and data type."""
+        """Reference of :meth:`chains`, for any head and dtype."""
         after, (_, candidates) = self.transitions(hidden, logits, sizes), self._best(logits, self.most)
         tokens, sure, slots = list[int](), list[float](), iter(range(sum(sizes)))
         for anchor, size in zip(anchors, sizes, strict=True):
@@ -399,13 +399,13 @@ class BoundHead:
     def paired_chains(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """:meth:`chains` on a device: the best token of each slot after every candidate of the slot before, in one copy."""
+        """Compute :meth:`chains` on a GPU: the best token after every candidate of the previous position, in one copy."""
         scores, candidates = self._pairs(hidden, logits, anchors, sizes, min(self.most, PAIRED_CANDIDATES))
         chances, best = scores.float().softmax(-1).max(-1)
         found = torch.stack([candidates.float(), best.float(), chances], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
         tokens, sure, slots = list[int](), list[float](), iter(found)
         for size in sizes:
-            place = 0  # all are alike behind an anchor
+            place = 0  # all rows are equal after an anchor
             for own_tokens, own_best, own_chances in islice(slots, size):
                 sure.append(float(own_chances[place]))
                 place = int(own_best[place])
@@ -413,9 +413,9 @@ class BoundHead:
         return tokens, sure
 
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
-        """A lattice for each of several blocks, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of their slots.
+        """Return a lattice for each block, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of the blocks' positions.
 
-        ``sizes`` are the numbers of slots, ``anchors`` the tokens before the first of them. All transitions are one product.
+        ``sizes`` are the numbers of positions, ``anchors`` the tokens before the first ones. One matmul computes all transitions.
         """
         scores, tokens = self._pairs(hidden, logits, anchors, sizes, self.candidates)
         found = torch.cat([scores.float(), tokens[:, None].float()], dim=1).cpu().numpy()  # ids below 2²⁴ are exact
@@ -428,7 +428,7 @@ class BoundHead:
     def _pairs(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int], count: int
     ) -> tuple[Tensor, Tensor]:
-        """Logits ``[Σk, c, c]`` of each candidate after each one of the slot before, and the ``count`` candidates ``[Σk, c]``."""
+        """Return logits ``[Σk, c, c]`` of each candidate after each previous one, and the ``count`` candidates ``[Σk, c]``."""
         base, tokens = self._best(logits, count)
         starts = np.array(sizes, dtype=np.int64).cumsum() - np.array(sizes)
         firsts, first_tokens = upload_together([starts, np.array(anchors, dtype=np.int64)], tokens.device)

@@ -1,6 +1,6 @@
-"""K/V injection for all draft layers in one step: one product, one norm, one rotation, one scatter.
+"""K/V injection for all draft layers in one step: one matmul, one norm, one rotation, one scatter.
 
-``Drafter.context_kv`` is the same layer by layer: the reference, and what training differentiates.
+``Drafter.context_kv`` computes the same layer by layer. It is the reference, and training differentiates it.
 """
 
 from typing import cast
@@ -15,11 +15,11 @@ from volley.models.drafters.drafter import Drafter, DraftLayer, JoinedKV, rotate
 from volley.models.layers.accelerate import packing_pays
 from volley.models.layers.products import make_product
 
-_TOKENS_AT_ONCE = 256  # whose K/V are made, beside what the store keeps
+_TOKENS_AT_ONCE = 256  # bounds the temporary K/V beside the store
 
 
 def join_kv(drafter: Drafter) -> JoinedKV:
-    """A copy of all layers' ``k_proj`` and ``v_proj`` as one product, and of their ``k_norm``."""
+    """Copy all layers' ``k_proj`` and ``v_proj`` into one linear layer, and their ``k_norm`` into one tensor."""
     attentions = [cast(DraftLayer, layer).self_attn for layer in drafter.layers]
     projections = [attention.k_proj for attention in attentions] + [attention.v_proj for attention in attentions]
     weight = torch.cat([projection.weight.detach() for projection in projections])
@@ -30,9 +30,9 @@ def join_kv(drafter: Drafter) -> JoinedKV:
 
 
 class Injection:
-    """Writes the context features of one drafter into its store.
+    """Projection of context features into the K/V store of one drafter.
 
-    Holds what :func:`join_kv` makes of the drafter, which is made again when one of its weights has changed.
+    The result of :func:`join_kv` is cached until one of the drafter's weights changes.
     """
 
     def __init__(self, drafter: Drafter, store: KVStore) -> None:
@@ -45,7 +45,7 @@ class Injection:
         self._joined: JoinedKV
 
     def __call__(self, features: Tensor, positions: Tensor, slots: slice | Tensor) -> None:
-        """Store K and V for tapped features ``[T, taps · H]`` at ``positions [T]`` in ``slots``, of every layer."""
+        """Store every layer's K and V of tapped features ``[T, taps · H]`` at ``positions [T]`` in ``slots``."""
         if isinstance(self.store, DenseKVStore) and kernels.usable(features.device):
             from volley.memory.kernels.inject import inject
 
@@ -63,7 +63,7 @@ class Injection:
                 self.store.write_layers(own, keys, values)
 
     def keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V ``[layers, T, kv_heads, d]``: what :meth:`Drafter.context_kv` computes."""
+        """Return K and V ``[layers, T, kv_heads, d]``, equal to :meth:`Drafter.context_kv`."""
         keys, values = self.project(features).unbind(1)
         cos, sin = self.drafter.rotary(positions, keys.dtype)
         normed = rms_norm(keys, keys.shape[-1:], None, self.drafter.config.rms_norm_eps) * self._joined[1][:, None]

@@ -1,6 +1,6 @@
-"""The pilot's network: what it reads of a prompt's end, and its two files beside the drafter (BlockPilot).
+"""The pilot's network (BlockPilot), its inputs from a prompt's end, and its two files beside the drafter.
 
-It is trained by ``volley pilot`` for one drafter; ``policies/pilot.py`` decides with it.
+``volley pilot`` trains it for one drafter; ``policies/pilot.py`` chooses block sizes with it.
 """
 
 import json
@@ -20,22 +20,22 @@ from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.tensors import check_finite, check_weights, load_tensors, save_tensors
 
 CONFIG, WEIGHTS = "pilot.json", "pilot.safetensors"
-_TOP = 32  # likeliest tokens that the input ``top`` looks at
+_TOP = 32  # number of likeliest tokens in the input ``top``
 
 PilotInput = Literal["top", "logits", "softmax", "normalised", "hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PilotConfig:
-    """What a pilot is; ``drafter`` is the :func:`drafter_fingerprint` of the drafter it was trained for."""
+    """Config of a pilot; ``drafter`` is the :func:`drafter_fingerprint` of the drafter it was trained for."""
 
     drafter: str
     input: PilotInput
     block_sizes: tuple[int, ...]
-    """The sizes it chooses from, anchor included."""
+    """Block sizes it chooses from, anchor included."""
     width: int
     layers: int
-    """Linear maps, so that 1 has no hidden layer."""
+    """Number of linear maps; 1 means no hidden layer."""
 
     def __post_init__(self) -> None:
         if self.input not in get_args(PilotInput):
@@ -47,7 +47,7 @@ class PilotConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "PilotConfig":
-        """Unknown and missing entries are errors that name them."""
+        """Parse a config; unknown and missing entries are errors that name them."""
         known = cls.__dataclass_fields__
         check_keys("pilot config key", raw, known)
         missing = [name for name in known if name not in raw]
@@ -57,7 +57,7 @@ class PilotConfig:
 
 
 def features(kind: PilotInput, temperature: Tensor, logits: Tensor, hidden: Tensor) -> Tensor:
-    """A pilot's input ``[N, D]`` from temperatures ``[N]``, logits ``[N, V]`` and tapped states ``[N, taps · H]``."""
+    """Return a pilot's input ``[N, D]`` from temperatures ``[N]``, logits ``[N, V]`` and tapped states ``[N, taps · H]``."""
     logits = logits.float()
     if kind == "top":
         top = torch.topk(logits, min(_TOP, logits.shape[-1])).values
@@ -74,7 +74,7 @@ def features(kind: PilotInput, temperature: Tensor, logits: Tensor, hidden: Tens
 
 
 def net_for(config: PilotConfig, drafter: Drafter) -> nn.Sequential:
-    """A pilot's network, with random weights, for the target of ``drafter``: ``features`` ``[N, D]`` to sizes ``[N, S]``."""
+    """Make a pilot's network with random weights for ``drafter``'s target: :func:`features` ``[N, D]`` to sizes ``[N, S]``."""
     vocab_size = drafter.config.vocab_size
     inputs = {"top": min(_TOP, vocab_size), "hidden": drafter.fc.in_features}.get(config.input, vocab_size)
     widths = [inputs + 1, *[config.width] * (config.layers - 1), len(config.block_sizes)]
@@ -91,7 +91,7 @@ def save_pilot(folder: Path, config: PilotConfig, net: nn.Sequential) -> None:
 
 
 def load_pilot(drafter: Drafter, folder: Path | str | None = None) -> tuple[PilotConfig, nn.Sequential]:
-    """The pilot of ``drafter``, kept beside it or in ``folder``; another drafter's is an error."""
+    """Load the pilot of ``drafter`` from ``folder`` or the drafter's own folder; another drafter's pilot is an error."""
     folder = Path(folder) if folder is not None else drafter.folder
     if folder is None or not (folder / CONFIG).exists():
         where = "beside this drafter" if folder is None else f"in {folder}"

@@ -1,4 +1,4 @@
-"""Features that one process records and another trains on: a file for each prompt, named by a digest of its token ids."""
+"""Recorded features for training: a file for each prompt, named by a digest of its token ids."""
 
 import hashlib
 from pathlib import Path
@@ -14,8 +14,8 @@ from volley.tensors import save_tensors
 
 
 class Recorded(NamedTuple):
-    """Features of a prompt of n tokens in bf16: ``taps [n, taps · H]`` are the outputs of ``layer_ids``, ``final [n, H]`` the
-    normed states that the head reads, if they were asked for."""
+    """Features of a prompt of n tokens in bf16: ``taps [n, taps · H]`` are the outputs of ``layer_ids``. ``final [n, H]`` are the
+    normed states that the head reads, if they were recorded."""
 
     layer_ids: tuple[int, ...]
     taps: Tensor
@@ -23,7 +23,7 @@ class Recorded(NamedTuple):
 
 
 def recorded_path(directory: Path, token_ids: ArrayLike) -> Path:
-    """Where the features of the prompt ``token_ids [n]`` are written and looked for."""
+    """Return the file of the features of the prompt ``token_ids [n]``."""
     digest = hashlib.sha256(np.asarray(token_ids, dtype="<i4").tobytes()).hexdigest()
     return directory / f"{digest[:32]}.safetensors"
 

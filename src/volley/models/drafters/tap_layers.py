@@ -1,4 +1,4 @@
-"""Which layers of a target are tapped: those named, or so many spread over its depth."""
+"""Choice of the target's layers to tap: named ones, or a number of layers spread over its depth."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from volley.errors import ConfigError
 
 
 def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] | None:
-    """``"5"`` is a count, ``"1,9,17"`` are layer ids."""
+    """Parse taps: ``"5"`` is a count, ``"1,9,17"`` are layer ids."""
     if taps is None or isinstance(taps, int):
         if taps is not None and taps < 1:
             raise ConfigError(f"taps is {taps}; tap at least one layer")
@@ -21,7 +21,7 @@ def parse_taps(taps: int | str | Iterable[int] | None) -> int | tuple[int, ...] 
 
 
 def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
-    """``count`` layers spread evenly from the second to the third-to-last (DFlash §5): [1, 9, 17, 25, 33] of 36."""
+    """Spread ``count`` layers evenly from the second to the third-to-last (DFlash §5): [1, 9, 17, 25, 33] of 36."""
     first = min(1, num_layers - 1)
     last = max(first, num_layers - 3)
     if count > last - first + 1:
@@ -35,7 +35,7 @@ def spread_taps(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def choose_taps(taps: int | tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The layers to tap: those named, or so many (5) spread over the target's."""
+    """Return the layers to tap: the named ones, or so many (default 5) spread over the target's depth."""
     if isinstance(taps, tuple):
         deep = [layer for layer in taps if not -1 <= layer < num_layers]
         if deep:

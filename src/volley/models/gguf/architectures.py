@@ -1,7 +1,7 @@
 """Descriptions of the architectures that are read from GGUF files: transformers' classes, keys, and tensors.
 
-A description says what differs from Llama. ``changes`` undo what llama.cpp's converter does to the numbers of a weight, ``rows``
-to the order of its rows, which blocks of codes survive.
+A description states the differences from Llama. llama.cpp's converter changes some weights: ``changes`` restore their numbers,
+``rows`` the order of their rows. A reordering of rows leaves quantised blocks intact.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from volley.errors import UnsupportedModelError
 from volley.models.gguf.file import YARN, GGUFFile, Rows
 
 Change = Callable[[Sequence[Tensor], Any], Tensor]
-"""Makes a weight from the tensors that it is stored in, given the config."""
+"""Make a weight from the tensors that it is stored in, given the config."""
 Order = Callable[[Any], Rows]
-"""Puts the rows of a weight in transformers' order, given the config."""
+"""Put the rows of a weight in transformers' order, given the config."""
 Values = dict[str, Any]
 
 FOLDER = "Give the model's Hugging Face folder instead"
@@ -47,25 +47,25 @@ def _nothing(_file: GGUFFile) -> Values:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the files of an architecture are read."""
+    """Description of an architecture: how its files are read."""
 
     config: str
     """Names of transformers' classes."""
     model: str
     values: Callable[[GGUFFile], Values] = _nothing
-    """Values of the config beyond those that all have, or other ones."""
+    """Values of the config that the architecture adds to the common ones, or replaces."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """transformers' names of a layer's tensors, beyond Llama's. A tensor that is named with its ending stands for a whole weight;
-    several of one name are its parts, in this order."""
+    """transformers' names of a layer's tensors, beyond Llama's. A name with its ending stands for a whole weight. Several tensors
+    with one name are the parts of a weight, in this order."""
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
-    """Names of tensors that are of no layer."""
+    """Names of tensors outside of the layers."""
     changes: Mapping[str, Change] = field(default_factory=dict)
-    """By the end of transformers' name."""
+    """Functions that make weights, by the end of transformers' name."""
     rows: Mapping[str, Order] = field(default_factory=dict)
     rotates_part: bool = False
-    """The rotary part of a head may be smaller than the head."""
+    """True if the rotary part of a head may be smaller than the head."""
     unchanging: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that may stand in keys that are not read."""
+    """Values that keys which are not read may have."""
     variant: Callable[[GGUFFile], tuple[str, str] | None] = lambda _file: None
     """Other names of classes for some files."""
 
@@ -99,7 +99,7 @@ def _as_row(parts: Sequence[Tensor], _config: Any) -> Tensor:
 
 
 def _as_channels(parts: Sequence[Tensor], _config: Any) -> Tensor:
-    """A convolution for each channel."""
+    """Weight of a depthwise convolution."""
     return parts[0].unsqueeze(1)
 
 
@@ -124,7 +124,7 @@ _SHARED_GATE = {"mlp.shared_expert_gate.weight": _as_row}
 
 
 def _halves(heads: str) -> Order:
-    """Bring back the two halves of a head, which lie interleaved."""
+    """Separate the two halves of a head, which are stored interleaved."""
 
     def order(config: Any) -> Rows:
         number = getattr(config, heads)
@@ -182,12 +182,12 @@ _BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
 def num_layers(file: GGUFFile) -> int:
-    """Number of layers without those that predict further tokens, which come last and are not used."""
+    """Number of layers, without the last ones for multi-token prediction, which are not used."""
     return int(file.require("block_count")) - int(file.get("nextn_predict_layers", 0))
 
 
 def layer_types(file: GGUFFile, every: int, usual_window: int = 0) -> list[str]:
-    """Kinds of attention, layer by layer: a window as the file says, or in all but each ``every``-th."""
+    """Types of attention, layer by layer: sliding where the file says so, or in all layers but each ``every``-th."""
     number = num_layers(file)
     said = file.get("attention.sliding_window_pattern", every)
     slides = said if isinstance(said, list) else [said == 0 or (layer + 1) % said != 0 for layer in range(number)]
@@ -296,7 +296,7 @@ def _gpt_oss(file: GGUFFile) -> Values:
 
 
 def _alternating(parts: Sequence[Tensor], _config: Any) -> Tensor:
-    """Gate and up in turn, ``[experts, in, out]``."""
+    """Rows of gate and up, alternating: ``[experts, in, out]``."""
     joined = torch.stack([*parts], dim=2).flatten(1, 2)
     return joined.transpose(1, 2) if joined.dim() == 3 else joined
 
@@ -349,7 +349,7 @@ def _log_of_negative(parts: Sequence[Tensor], _config: Any) -> Tensor:
 
 
 def _grouped(number: Callable[[Any], int] = lambda _config: 1, *, after_keys: bool = False) -> Order:
-    """Bring value heads, which lie in turns of the key heads, behind their key head: ``number`` rows each."""
+    """Sort value heads, which are stored in turns of the key heads, by key head; each has ``number`` rows."""
 
     def order(config: Any) -> Rows:
         keys, size = config.linear_num_key_heads, number(config)
@@ -378,7 +378,7 @@ def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
 
 
 def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
-    """For each key head its queries, keys, values and gates, which lie one kind after the other in newer files."""
+    """Return for each key head its queries, keys, values and gates; newer files store all queries first, then all keys, …"""
     keys, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // keys * config.linear_value_head_dim
     if len(parts) == 1:
@@ -421,7 +421,7 @@ _QWEN_35_ROWS = {
 
 
 def _latent(file: GGUFFile) -> Values:
-    """Values of multi-head latent attention; files of before it was stored absorbed have no sizes of their own for it."""
+    """Values of multi-head latent attention. Older files, which store it expanded, have no keys for its sizes."""
     rotary, heads = file.require("rope.dimension_count"), file.number("attention.head_count")
     key = file.get("attention.key_length_mla") or file.require("attention.key_length")
     value = file.get("attention.value_length_mla") or file.require("attention.value_length")
@@ -456,7 +456,7 @@ def _latent(file: GGUFFile) -> Values:
 
 
 def _deepseek_3(file: GGUFFile) -> tuple[str, str] | None:
-    """Classes of V3 where scores are sigmoids: a file that does not say so has biases of them."""
+    """Classes of V3 if router scores are sigmoids. A file without that key has sigmoids if it has biases of the scores."""
     has_biases = any(name.endswith(".exp_probs_b.bias") for name in file)
     is_sigmoid = file.get("expert_gating_func", 2 if has_biases else 1) == 2
     return ("DeepseekV3Config", "DeepseekV3ForCausalLM") if is_sigmoid else None
@@ -467,7 +467,7 @@ def _olmo_3(file: GGUFFile) -> tuple[str, str] | None:
 
 
 def _olmo(file: GGUFFile) -> Values:
-    """Values of OLMo 3, which has windows and rotates there without scaling."""
+    """Values of OLMo 3, whose sliding layers use unscaled rotary positions."""
     if _olmo_3(file) is None:
         return {}
     full = rope(file)
@@ -480,7 +480,7 @@ def _olmo(file: GGUFFile) -> Values:
 
 
 def _keys_and_values(parts: Sequence[Tensor], config: Any) -> Tensor:
-    """For each head the rows of its keys, which lie transposed, and of its values."""
+    """Return for each head the rows of its keys, which are stored transposed, and of its values."""
     if len(parts) == 1:
         return parts[0]
     keys, values = parts

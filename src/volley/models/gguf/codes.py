@@ -1,6 +1,6 @@
-"""Codes of the kernels from the weights of a quantised GGUF file.
+"""Quantised weights for the kernels, from a quantised GGUF file.
 
-The kernels have the codes of most types as they are: scales, least values and all. Weights of other types are rounded, layer by
+The kernels take the codes, scales and minima of most GGUF types unchanged. Weights of other types are quantised again, layer by
 layer.
 """
 
@@ -14,14 +14,14 @@ from volley.native.codes import quantise_finely
 from volley.native.formats import FORMATS, PACK, STORED, Format
 
 _ROUNDED = FORMATS["Q8_0"]
-"""Format of all other weights in a file of codes."""
-_ROUTER = ".ffn_gate_inp."  # of experts, which are no matrices and stay bf16 as it does
+"""Format to which all other weights of a quantised file are quantised."""
+_ROUTER = ".ffn_gate_inp."  # of experts, whose weights stay bf16, as the router does
 _JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 def codes_for(file: GGUFFile) -> Weights:
-    """The kind of codes that most weights of the layers have; bf16 where they are of another type, or experts."""
+    """Return the weight format of most layer weights; bf16 if the kernels lack their type, or if the model has experts."""
     counts = Counter({"": 0})
     for name in file:
         if name.startswith("blk.") and len(file.shape(name)) > 1:
@@ -31,10 +31,11 @@ def codes_for(file: GGUFFile) -> Weights:
 
 
 def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
-    """For each matrix of a linear layer the format that it is taken over in; ``None``: rounded to ``weights``.
+    """Return the stored format that each matrix of a linear layer keeps; ``None``: it is quantised to ``weights``.
 
-    Codes of the file stay what they are, unless ``weights`` are of fewer bits and not the file's own kind. Where they are the
-    file's own, other types are rounded to int8 in groups of 32. Layers that are one product are all stored in codes, or none.
+    The file's codes are kept, unless ``weights`` have fewer bits and differ from the file's own format. If ``weights`` are the
+    file's own format, matrices of other types are quantised to int8 in groups of 32. Layers that are joined into one matmul are
+    either all kept or all quantised.
     """
     own = weights == codes_for(file)
 
@@ -60,12 +61,12 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
 
 
 def _is_matrix(shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor can be codes; a convolution's few taps stay numbers."""
+    """Return whether a tensor can be quantised; a convolution's few taps cannot."""
     return len(shape) == 2 and shape[1] % PACK == 0
 
 
 def describe(file: GGUFFile, weights: Weights) -> str:
-    """What becomes of a file's weights: ``Q4_1 exact in int4 with minima, groups of 32``."""
+    """Describe how a file's weights are loaded: ``Q4_1 exact in int4 with minima, groups of 32``."""
     said: dict[str, list[str]] = {}
     for stored, kinds in sorted(_kinds(file, weights).items()):
         for of in sorted(kinds, key=str):
@@ -83,7 +84,7 @@ def _kinds(file: GGUFFile, weights: Weights) -> dict[str, set[Format | None]]:
 
 
 def _how(of: Format) -> str:
-    """``int4 with minima, groups of 32``."""
+    """Describe a format: ``int4 with minima, groups of 32``."""
     kind = f"int{of.bits} by a table" if of.table else f"int{of.bits} with minima" if of.has_least else f"int{of.bits}"
     return f"{kind}, groups of {of.group}"
 
@@ -92,14 +93,14 @@ _LAYOUTS = {"int8": "int8, a scale for each output", "int4": f"int4, groups of {
 
 
 class FileCodes:
-    """A matrix of a file in codes, read some rows after others: its own, or rounded to int8 as Q8_0 is."""
+    """Matrix of a file in codes, read some rows at a time: the file's own codes, or int8 ones like Q8_0's."""
 
     def __init__(self, file: GGUFFile, files: MappedFiles, name: str, of: Format, order: Rows | None) -> None:
         self.format = of
         self._file, self._files, self._name = file, files, name
         self._blocks = file.blocks(name, order)
         self.shape = file.shape(name)
-        if order is not None:  # they are a copy
+        if order is not None:  # the blocks are a copy
             files.forget_bytes(*file.place(name))
 
     def rows(self, rows: slice) -> Codes:

@@ -1,6 +1,6 @@
-"""A GGUF file opened: what it says of itself, and its tensors, decoded or block by block.
+"""Opened GGUF file: its metadata, and its tensors, decoded or block by block.
 
-The package ``gguf`` decodes every type, and volley's library, where it was built, the usual ones much faster. Shapes are
+The package ``gguf`` decodes every type. volley's library, if it was built, decodes the usual ones much faster. Shapes are
 PyTorch's, ``[out, in]``.
 """
 
@@ -31,11 +31,11 @@ UNREAD_SCALING: dict[str, tuple[float, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Keys that are read nowhere, and the values that change nothing."""
+"""Keys that volley does not read, with their neutral values."""
 _DECODED_AT_ONCE = 2**20  # numbers of a tensor
 
 Rows = Callable[[NDArray[Any]], NDArray[Any]]
-"""Puts the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
+"""Put the rows of a matrix in another order; columns may be numbers or the bytes of blocks."""
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -54,7 +54,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @lru_cache(maxsize=8)
 def _known_header(path: Path, _size: int, _changed: int) -> Header:
-    """A load opens its file several times."""
+    """Cache a file's header, because a load opens its file several times."""
     return read_header(path)
 
 
@@ -65,7 +65,7 @@ def _header(path: Path) -> Header:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of a model of which ``path`` is one, in their order: several where llama.cpp split it."""
+    """Return the files of the model that ``path`` belongs to, in order; llama.cpp splits a model into several."""
     number = int(_header(path).metadata.get("split.count", 1))
     if number < 2:
         return [path]
@@ -85,7 +85,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 class GGUFFile:
-    """A model in one file, or in several parts; tensors stay on the disk until they are asked for."""
+    """Model in one file, or in several parts; tensors are read from disk on demand."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -116,7 +116,7 @@ class GGUFFile:
         return self._strings[_TOKENS].number if _TOKENS in self._strings else 0
 
     def strings(self, key: str) -> list[str]:
-        """The strings of an array, which are read whenever they are asked for."""
+        """Read the strings of an array; they are not cached."""
         return read_strings(self._first, self._mapped[0].data, self._strings[key])
 
     @property
@@ -134,7 +134,7 @@ class GGUFFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A number that may be given for each layer, where all must have the same."""
+        """Number under a key; if the file gives one for each layer, all must be equal."""
         value = self.require(key) if default is None else self.get(key, default)
         values = {*value} if isinstance(value, list) else {value}
         if len(values) != 1:
@@ -145,7 +145,7 @@ class GGUFFile:
         return int(values.pop())
 
     def unread_keys(self) -> list[str]:
-        """Keys of the architecture that :meth:`get` was not asked for."""
+        """Keys of the architecture that :meth:`get` has not read."""
         start = f"{self.architecture}."
         keys = [key.removeprefix(start) for key in self.metadata if key.startswith(start)]
         return [key for key in keys if key not in self._read]
@@ -158,14 +158,14 @@ class GGUFFile:
         return value
 
     def refuse_unless_neutral(self, keys: Mapping[str, Container[Any]], remedy: str) -> None:
-        """Refuse a file in which one of ``keys`` has another value than those that change nothing."""
+        """Refuse a file in which one of ``keys`` has a value that is not neutral."""
         for key, neutral in keys.items():
             value = self.get(key)
             if value is not None and value not in neutral:
                 raise UnsupportedModelError(f"{self.path}: {key} is {value!r}, which is not supported. {remedy}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, PyTorch's way."""
+        """Shape of a tensor in PyTorch's order."""
         return self._tensor(name).shape
 
     def type(self, name: str) -> str:
@@ -173,19 +173,19 @@ class GGUFFile:
         return str(self._tensor(name).type.name)
 
     def quantised_types(self) -> list[str]:
-        """The types of tensors that are not plain numbers."""
+        """Types of the quantised tensors."""
         return sorted({self.type(name) for name in self._tensors} - _PLAIN)
 
     def plain_types(self) -> list[str]:
-        """The types of matrices that are plain numbers."""
+        """Types of the unquantised matrices."""
         return sorted({self.type(name) for name, one in self._tensors.items() if len(one.shape) > 1} & _PLAIN)
 
     def dense(self, name: str, rows: Rows | None = None) -> Tensor:
-        """A tensor decoded: BF16 as it is stored, all others in fp32; ``rows`` reorders its rows."""
+        """Decode a tensor: BF16 as it is stored, all others to fp32; ``rows`` reorders its rows."""
         return self.decoded(name, self._data(name, rows))
 
     def dense_in(self, dtype: torch.dtype, name: str, rows: Rows | None = None) -> Tensor:
-        """A tensor decoded to ``dtype``; all of a large matrix in fp32 before it would be the peak of memory."""
+        """Decode a tensor to ``dtype``, some rows at a time: a whole fp32 copy of a large matrix would set the memory peak."""
         data, shape = self._data(name, rows), self.shape(name)
         if blocks.reads(self.type(name)) and dtype in blocks.DTYPES:
             return blocks.decode(self.type(name), data, dtype)
@@ -196,7 +196,7 @@ class GGUFFile:
         return whole
 
     def numbers(self, name: str, places: NDArray[np.int64]) -> Tensor:
-        """Some numbers of a matrix, by their places in it."""
+        """Decode some numbers of a matrix, by their flat indices."""
         rows, columns = np.divmod(places, self.shape(name)[1])
         return self.decoded(name, self._data(name, None)[rows])[torch.arange(len(rows)), torch.from_numpy(columns)]
 
@@ -205,7 +205,7 @@ class GGUFFile:
         return self._data(name, rows)
 
     def decoded(self, name: str, data: NDArray[Any]) -> Tensor:
-        """Some rows of a tensor, as they are stored, in numbers."""
+        """Decode stored rows of a tensor."""
         stored = self._tensors[name].type
         if stored.name == "BF16":
             return torch.from_numpy(np.array(data)).view(torch.bfloat16)
@@ -223,7 +223,7 @@ class GGUFFile:
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def place(self, name: str) -> tuple[int, int]:
-        """Address and bytes of a tensor in the mapped file."""
+        """Address and number of bytes of a tensor in the mapped file."""
         data = self._data(name, None)
         return int(data.ctypes.data), data.nbytes
 

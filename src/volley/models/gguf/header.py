@@ -1,7 +1,7 @@
-"""Read what stands before the tensors of a GGUF file (versions 2 and 3).
+"""Read the header of a GGUF file (versions 2 and 3).
 
-The package ``gguf`` has a reader too, which makes arrays of every string: with 150,000 tokens it takes twelve seconds. It is the
-reference in the tests.
+The package ``gguf`` has a reader too, which makes an array of every string. With 150,000 tokens that takes twelve seconds, so it
+is only the reference in the tests.
 """
 
 import mmap
@@ -28,27 +28,27 @@ _DTYPES: dict[str, Any] = {
     "F16": np.float16, "F32": np.float32, "F64": np.float64,
     "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
 }  # fmt: skip
-_DAMAGE = (struct.error, ValueError, OverflowError)  # what reading behind the end, or numbers without a meaning, raise
+_DAMAGE = (struct.error, ValueError, OverflowError)  # raised by reads past the end, and by invalid numbers
 
 
 class StringArray(NamedTuple):
-    """Place of an array of strings; there may be hundreds of thousands, which few ask for."""
+    """Position of an array of strings in the file; the strings, perhaps hundreds of thousands, are read on demand."""
 
     begin: int
     number: int
 
 
 class TensorPlace(NamedTuple):
-    """How a tensor is stored, and where in its file."""
+    """Type, shape and position of a stored tensor."""
 
     type: Any
     """A ``GGMLQuantizationType``."""
     shape: tuple[int, ...]
-    """PyTorch's way, ``[out, in]``."""
+    """Shape in PyTorch's order, ``[out, in]``."""
     offset: int
     dtype: np.dtype[Any]
     stored_shape: tuple[int, ...]
-    """The last dimension counts the bytes of blocks where there are any."""
+    """Shape whose last dimension counts bytes if the tensor is quantised."""
 
     @property
     def nbytes(self) -> int:
@@ -56,16 +56,16 @@ class TensorPlace(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Metadata of a file, and the places of its tensors."""
+    """Metadata of a file, and the positions of its tensors."""
 
     metadata: Mapping[str, Any]
-    """Without arrays of strings."""
+    """Metadata without arrays of strings."""
     strings: Mapping[str, StringArray]
     tensors: Mapping[str, TensorPlace]
 
 
 def gguf_package() -> Any:
-    """The package ``gguf``, or an error that says how to install it."""
+    """Return the package ``gguf``, or raise an error that says how to install it."""
     try:
         import gguf
     except ImportError:
@@ -74,7 +74,7 @@ def gguf_package() -> Any:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file that begins with ``GGUF``; a CheckpointError if it is damaged, or its tensors do not fit the file."""
+    """Read the header of a GGUF file; CheckpointError if it is damaged, or if its tensors do not fit the file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _Reader(path, data).header()
@@ -83,7 +83,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_strings(path: Path, data: Any, strings: StringArray) -> list[str]:
-    """The strings of an array in the bytes ``data`` of the file ``path``."""
+    """Read the strings of an array from the bytes ``data`` of the file ``path``."""
     found, place, count = list[str](), strings.begin, _COUNT.unpack_from
     try:
         for _ in range(strings.number):
@@ -100,7 +100,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 class _Reader:
-    """Reads a header from its beginning to its end."""
+    """Reader of a header, from beginning to end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._place = path, data, len(MAGIC)

@@ -1,4 +1,4 @@
-"""A target's model from a GGUF file: transformers' own class, whose weights are decoded when they are asked for."""
+"""Target model from a GGUF file: transformers' own class, whose weights are decoded on demand."""
 
 import logging
 from functools import partial
@@ -40,9 +40,10 @@ _SAMPLING = {
 
 
 class UnreadWeights:
-    """Weights of a model on the meta device; those of a module are decoded when it is filled.
+    """Weights of a model on the meta device; the weights of a module are decoded when it is filled.
 
-    Linear layers that compute with ``weights`` know their codes, and so does an embedding whose numbers the kernels have.
+    Linear layers that compute with ``weights`` get a reader of their stored codes (``stored_codes``). So does an embedding whose
+    type the kernels read.
     """
 
     def __init__(self, model: PreTrainedModel, file: GGUFFile, weights: Weights) -> None:
@@ -64,7 +65,7 @@ class UnreadWeights:
             self._tell_codes(weights)
 
     def _set_buffer(self, model: PreTrainedModel, own: str, name: str) -> None:
-        """In fp32, as transformers keeps those of routers."""
+        """Set a buffer in fp32, as transformers keeps the router's."""
         owner, _, key = own.rpartition(".")
         setattr(model.get_submodule(owner), key, self._file.dense(name))
 
@@ -73,7 +74,7 @@ class UnreadWeights:
         shapes = [self._file.shape(name) for name in names]
         try:
             found = tuple(self._made([torch.empty(shape, device="meta") for shape in shapes], weight).shape)
-        except RuntimeError:  # the change needs other shapes
+        except RuntimeError:  # the change function rejects these shapes
             found = ()
         if found != tuple(weight.shape):
             stored = " and ".join(f"{name} has shape {shape}" for name, shape in zip(names, shapes, strict=True))
@@ -85,13 +86,13 @@ class UnreadWeights:
         kinds = plan(self._file, weights)
         for weight, (name, *_) in self._unread.items():
             modules = [module for module, _ in self._places[weight]]
-            is_embedding = all(isinstance(module, nn.Embedding) for module in modules)  # and no head as well
+            is_embedding = all(isinstance(module, nn.Embedding) for module in modules)  # without a tied head
             kind = STORED.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
                 if kind is not None and weight not in self._changes and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
-            if name in (HEAD, EMBEDDING):  # of which codes may be all that is read
+            if name in (HEAD, EMBEDDING):  # perhaps only its codes will be read
                 places = np.arange(0, weight.numel(), stride(weight.numel()))
                 weight.sample = self._file.numbers(name, places).to(self._dtype).bfloat16()
 
@@ -99,7 +100,7 @@ class UnreadWeights:
         return row_order(self._file.architecture, name, self._config)
 
     def fill(self, module: nn.Module) -> None:
-        """Decode the weights of ``module`` that were not decoded before, for all modules that share them."""
+        """Decode the weights of ``module`` that are not decoded yet, for all modules that share them."""
         for weight in list(module.parameters()):
             names = self._unread.pop(weight, ())
             if not names:
@@ -112,7 +113,7 @@ class UnreadWeights:
         parts = []
         for name in names:
             is_changed_vector = weight in self._changes and len(self._file.shape(name)) == 1
-            dtype = torch.float32 if is_changed_vector else self._dtype  # which is less exact
+            dtype = torch.float32 if is_changed_vector else self._dtype  # self._dtype is less exact
             parts.append(self._file.dense_in(dtype, name, self._order(name)))
             self._files.forget_bytes(*self._file.place(name))
         return self._made(parts, weight).to(self._dtype).contiguous()
@@ -126,7 +127,7 @@ class UnreadWeights:
 
 
 def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
-    """Set what a GGUF file says of sampling. Its numbers have single precision, so 0.6 is rounded back."""
+    """Set the sampling defaults of a GGUF file. Its numbers are fp32, so 0.6 is rounded back."""
     for key, name in _SAMPLING.items():
         if (value := file.metadata.get(f"general.sampling.{key}")) is not None:
             setattr(config, name, float(f"{value:.6g}") if isinstance(value, float) else value)
@@ -135,7 +136,7 @@ def _read_sampling(file: GGUFFile, config: GenerationConfig) -> None:
 def open_model(
     path: str | Path, dtype: torch.dtype, weights: Weights = "bf16", attention: str | None = None
 ) -> tuple[PreTrainedModel, UnreadWeights]:
-    """The model in ``path`` without its weights, and what fills them in; a notice says what becomes of them."""
+    """Open the model in ``path`` without its weights; the second result fills them in. A notice says how they are loaded."""
     file = GGUFFile(path)
     config = read_config(file)
     with unfilled():
@@ -152,14 +153,14 @@ def open_model(
 
 
 def load_model(path: str | Path, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The model in ``path`` in ``dtype``, its quantised weights decoded; a notice says so."""
+    """Load the model in ``path`` in ``dtype`` with quantised weights decoded; a notice says so."""
     model, unread = open_model(path, dtype, attention=attention)
     unread.fill(model)
     return model
 
 
 def _decoding(file: GGUFFile, dtype: torch.dtype) -> str:
-    """Say what decoding does to the matrices of a file: ``weights of type Q6_K are decoded to bfloat16``."""
+    """Describe how the matrices of a file are decoded: ``weights of type Q6_K are decoded to bfloat16``."""
     name = str(dtype).removeprefix("torch.")
     rounded = [kind for kind in file.plain_types() if kind not in _HELD.get(dtype, ())]
     parts = [f"{', '.join(file.quantised_types())} are decoded to {name}"] * bool(file.quantised_types())
@@ -168,4 +169,4 @@ def _decoding(file: GGUFFile, dtype: torch.dtype) -> str:
 
 
 _HELD = {torch.float32: {"F32", "F16", "BF16"}, torch.bfloat16: {"BF16"}, torch.float16: {"F16"}}
-"""Types of matrices all of whose numbers a dtype has."""
+"""Types of matrices that a dtype represents exactly."""

@@ -1,8 +1,8 @@
-"""Expressions that cut text into words, by the names that llama.cpp gives them (``tokenizer.ggml.pre``).
+"""Regular expressions that split text into words, by llama.cpp's names (``tokenizer.ggml.pre``).
 
-The expressions of a name are applied one after the other, each to the pieces that those before it left. Words are then merged on
-their own. Some names differ from the published tokenizer (``tekken`` and ``gpt-4o`` know upper case in ASCII alone):
-text is cut as llama.cpp cuts it.
+The expressions of a name are applied one after the other, each to the pieces that the previous ones left. Tokens are then merged
+within each word. Some names differ from the published tokenizer (``tekken`` and ``gpt-4o`` recognise upper case only in ASCII).
+volley splits text as llama.cpp does.
 """
 
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from tokenizers import Regex, pre_tokenizers
 
 
 class Split(NamedTuple):
-    """A way to cut text, and what a file of it means if it does not say so."""
+    """Way to split text, and the defaults of files that use it."""
 
     expressions: tuple[str, ...]
     takes_whole_words: bool = False
-    """A word that is a token is not merged: its merges may not reach it."""
+    """True if a word that is a token is taken whole; the merges might not produce it."""
     begins: bool = False
-    """Texts have a first token."""
+    """True if a text begins with a BOS token."""
 
 
 _SUFFIX = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 _DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
-_THREES_FROM_THE_RIGHT = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # with what stands before them
+_THREES_FROM_THE_RIGHT = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # including the characters before the digits
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,12 +37,12 @@ def _words(
     symbols: str = _SYMBOLS,
     space: str = _SPACE,
 ) -> str:
-    """One expression as most have it since GPT-4: words with the character before them, digits, symbols and spaces."""
+    """Return an expression in the style of GPT-4: words with the character before them, digits, symbols and spaces."""
     return "|".join(part for part in (suffix, word, digits, symbols, space) if part)
 
 
 def _cased(letter: str, suffix: str) -> str:
-    """Words that begin with capitals and go on without; beyond ASCII every letter is both."""
+    """Return an expression for words of capitals, then lower case; beyond ASCII every letter counts as both."""
     begin, rest = rf"(?:(?=[{letter}])[^a-z])", rf"(?:(?=[{letter}])[^A-Z])"
     before = r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{begin}*{rest}+{suffix}|{before}{begin}+{rest}*{suffix}"
@@ -134,10 +134,10 @@ _BY_EXPRESSIONS: dict[Split, str] = {
     ): "chameleon",
 }
 SPLITS = {name: split for split, names in _BY_EXPRESSIONS.items() for name in names.split()}
-"""Ways to cut text by their names."""
+"""Ways to split text, by name."""
 
 
 def pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
-    """Cut text into words, whose bytes are then spelled as characters."""
+    """Return a pre-tokenizer that splits text into words and maps their bytes to characters."""
     parts = [pre_tokenizers.Split(Regex(one), "isolated") for one in split.expressions]
     return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

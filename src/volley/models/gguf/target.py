@@ -1,8 +1,8 @@
-"""Read what a GGUF file says of a target: transformers' config, and which of its weights each tensor is.
+"""Read transformers' config of a target from a GGUF file, and map the file's tensors to the model's weights.
 
-transformers reads GGUF files too, but guesses what its config classes do not find (the head size of Qwen3, Llama 3's scaled
-rotary frequencies). Here every number comes from the file, every key that describes the model must be read, and every tensor must
-have a place.
+transformers reads GGUF files too, but guesses values that its config classes do not find (the head size of Qwen3, Llama 3's
+scaled rotary frequencies). Here every number comes from the file, every key that describes the model must be read, and every
+tensor must belong to a weight.
 """
 
 import re
@@ -53,11 +53,11 @@ _UNCHANGING: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),
     **dict.fromkeys(("expert_weights_scale", "residual_scale", "embedding_scale", "logit_scale"), (0.0, 1.0)),
 }
-"""Values of keys that are not read which change nothing."""
+"""Neutral values of keys that are not read."""
 
 
 def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
-    """Refuse a file that lacks weights of the model, or has others."""
+    """Refuse a file that lacks weights of the model, or has unknown ones."""
     parts = [f"lacks {', '.join(sorted(missing))}"] * bool(missing)
     parts += [f"has unknown {', '.join(sorted(unknown))}"] * bool(unknown)
     if parts:
@@ -65,7 +65,7 @@ def check_names(file: GGUFFile, missing: set[str], unknown: set[str]) -> None:
 
 
 def described(file: GGUFFile) -> Architecture:
-    """The description of a file's architecture; an error that names the known ones if there is none."""
+    """Return the description of a file's architecture; an unknown one raises an error that names the known ones."""
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; volley reads GGUF files of "
@@ -75,7 +75,7 @@ def described(file: GGUFFile) -> Architecture:
 
 
 def read_config(file: GGUFFile) -> PretrainedConfig:
-    """transformers' config of a file of a known architecture."""
+    """Return transformers' config of a file of a known architecture."""
     known = described(file)
     if file.architecture in ("llama", "qwen2", "granite") and file.get("expert_count", 0):
         raise UnsupportedModelError(
@@ -128,7 +128,7 @@ def _check_read(file: GGUFFile, known: Architecture) -> None:
 
 
 def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
-    """Divide the rotary frequencies by the file's factors, as Llama 3.1 and later have them."""
+    """Divide the rotary frequencies by the file's factors (Llama 3.1 and later)."""
     if ROPE_FACTORS not in file.names:
         return
     rotary = model.get_submodule("model.rotary_emb")
@@ -138,7 +138,7 @@ def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
 
 
 def own_name(file: GGUFFile, name: str) -> str:
-    """transformers' name of a tensor; an error if the model has no place for it."""
+    """Return transformers' name of a tensor; an error if the model has no such weight."""
     known = described(file)
     found = _place(known, name)
     if found is None:
@@ -163,7 +163,7 @@ def _place(known: Architecture, name: str) -> str | None:
 
 
 def weight_names(file: GGUFFile) -> dict[str, tuple[str, ...]]:
-    """The file's tensors that make up each weight, by transformers' name of it."""
+    """Return the file's tensors that make up each weight, by transformers' name of the weight."""
     order = {own: place for place, own in enumerate(described(file).layer_names)}
     layers = num_layers(file)
     found: dict[str, tuple[str, ...]] = {}
@@ -179,14 +179,14 @@ def weight_names(file: GGUFFile) -> dict[str, tuple[str, ...]]:
 
 
 def row_order(architecture: str, name: str, config: Any) -> Rows | None:
-    """How to bring the rows of a tensor into transformers' order; ``None`` if they are."""
+    """Return the function that puts the rows of a tensor in transformers' order; ``None`` if they already are."""
     known = ARCHITECTURES[architecture]
     found = _of(known.rows, _place(known, name))
     return found(config) if found else None
 
 
 def change_of(architecture: str, name: str) -> Change | None:
-    """Return the function that makes a weight of the tensors that it is stored in; ``None`` if it is one of them."""
+    """Return the function that makes a weight from its stored tensors; ``None`` if the weight is stored as it is."""
     return _of(ARCHITECTURES[architecture].changes, name)
 
 
@@ -194,7 +194,7 @@ _Entry = TypeVar("_Entry")
 
 
 def _of(table: Mapping[str, _Entry], name: str | None) -> _Entry | None:
-    """The entry whose key ends ``name``, with or without what comes behind the last point."""
+    """Return the entry whose key ends ``name``, or ends the part of ``name`` before its last dot."""
     if name is None:
         return None
     return next(

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, which cuts text as llama.cpp does.
+"""Tokenizer of a GGUF file, which splits text as llama.cpp does.
 
-GGUF names the tokens, and either merges and one of llama.cpp's ways to cut text into words (byte-level BPE), or a score for each
-token (SentencePiece). Merges of SentencePiece follow from the scores.
+For byte-level BPE the file holds the tokens, the merges, and the name of one of llama.cpp's ways to split text into words. For
+SentencePiece it holds a score for each token, and the merges follow from the scores.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ _NOT_STRIPPED = {"<unk>", "<s>", "<|endoftext|>"}  # of Phi-3
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The file's tokenizer and chat templates."""
+    """Load the file's tokenizer and chat templates."""
     file = GGUFFile(path)
     if not file.has_tokenizer:
         raise CheckpointError(
@@ -54,7 +54,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 class _AsItIs:
-    """Gives a tokenizer where a copy is asked for. transformers copies what it is given, by way of JSON: it takes a second."""
+    """Wrapper that returns the tokenizer itself for a deep copy: transformers' copy goes through JSON and takes a second."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -82,7 +82,7 @@ def _byte_level(file: GGUFFile, tokens: Tokens, split: Split) -> Tokenizer:
 
 
 def _sentencepiece(file: GGUFFile, tokens: Tokens) -> Tokenizer:
-    """With the best token first among those that two neighbours make, as SentencePiece merges."""
+    """Build a SentencePiece tokenizer, which merges the two neighbours that make the best token first."""
     unknown = tokens.named("unknown")
     backend = Tokenizer(
         _bpe(
@@ -118,7 +118,7 @@ def _bpe(file: GGUFFile, tokens: Tokens, merges: list[Any], **options: Any) -> m
 
 
 def _merges_by_score(texts: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of tokens that make a third, the pairs of the best token first."""
+    """Return every pair of tokens that makes a third token, sorted by the third token's score, best first."""
     known, found = set(texts), list[tuple[str, str]]()
     for token in sorted(range(len(texts)), key=scores.__getitem__, reverse=True):
         text = texts[token]
@@ -131,7 +131,7 @@ def _merges_by_score(texts: list[str], scores: list[float]) -> list[tuple[str, s
 
 
 def _add_spelled(backend: Tokenizer, tokens: Tokens, *, strips_right: bool) -> None:
-    """Find tokens in text as they are spelled where they are of such a type; those that have a meaning are special."""
+    """Add control, unknown and user-defined tokens, which are matched in text literally; user-defined ones are not special."""
     special, others = list[AddedToken](), list[AddedToken]()
     for text, kind in zip(tokens.texts, tokens.types, strict=False):
         if kind in (CONTROL, UNKNOWN, USER_DEFINED):
@@ -143,13 +143,13 @@ def _add_spelled(backend: Tokenizer, tokens: Tokens, *, strips_right: bool) -> N
 
 
 def _is_phi_3(file: GGUFFile) -> bool:
-    """Return whether spaces behind special tokens belong to them. llama.cpp too reads this from the model's name."""
+    """Return whether special tokens absorb the spaces after them. llama.cpp too decides this by the model's name."""
     name = str(file.metadata.get("general.name", "")).lower()
     return "phi-3" in name or "phi3" in name
 
 
 def _templates(file: GGUFFile) -> Any:
-    """The chat template; a dictionary of them by name where the file has several."""
+    """Return the chat template, or a dictionary of templates by name if the file has several."""
     named = {
         key.removeprefix(f"{_TEMPLATE}."): text
         for key, text in file.metadata.items()

@@ -1,6 +1,6 @@
-"""The tokens of a GGUF file: their types, and those that end a text or a turn.
+"""Tokens of a GGUF file: their types, and the tokens that end a text or a turn.
 
-llama.cpp knows many by their text, whatever the file says of them. So do these.
+Like llama.cpp, volley recognises many end tokens by their text, whatever their type in the file.
 """
 
 from volley.models.gguf.file import GGUFFile
@@ -13,9 +13,9 @@ _ENDS = {
     "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 }  # fmt: skip
-_END_IF_CONTROL = "</s>"  # a mark of HTML in other vocabularies
+_END_IF_CONTROL = "</s>"  # an HTML tag in other vocabularies
 _KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say them
+_SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # defaults of files without these keys
 _END_OF_A_MESSAGE, _ENDS_OF_A_TURN = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
@@ -32,7 +32,7 @@ class Tokens:
             self.types[token] = CONTROL
 
     def named(self, name: str) -> int | None:
-        """The token that the file calls ``name``, such as ``bos``; ``None`` without one, or where it is beyond the last."""
+        """Return the token that the file calls ``name``, such as ``bos``; ``None`` if it is missing or outside the vocabulary."""
         usual = _SENTENCEPIECE if self._file.metadata.get("tokenizer.ggml.model") == "llama" else {}
         found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
         return int(found) if found is not None and found < len(self.texts) else None

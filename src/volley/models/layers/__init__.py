@@ -1,1 +1,1 @@
-"""Layers as this machine computes them fastest, whatever model they belong to."""
+"""Layers in the form that this machine computes fastest, for any model."""

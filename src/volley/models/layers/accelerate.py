@@ -1,10 +1,10 @@
-"""Fewer and cheaper operations. Only the instances' ``forward`` is replaced.
+"""Acceleration of a loaded model by fewer and cheaper operations. Only the instances' ``forward`` is replaced.
 
-On a GPU decoder layers of the Llama and Qwen kind are joined (:mod:`volley.models.layers.joined`). The rest is for a CPU.
-In bf16 decoder layers with gated MLPs run on volley's own kernels (:mod:`volley.models.layers.fused`). In others,
-projections that read the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one product with a weight laid
-out for the machine. RMS norms written out in Python become one operation, and experts half as many, in fp32 too. What is replaced
-holds copies of the weights, which go stale if these are trained further.
+On a GPU the projections of Llama-like and Qwen-like decoder layers are joined (:mod:`volley.models.layers.joined`). The rest is
+for a CPU. In bf16, decoder layers with gated MLPs run on volley's own kernels (:mod:`volley.models.layers.fused`). In other
+layers, projections of the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one matmul with a packed
+weight. RMS norms written in Python become one operation. Experts take half as many, in fp32 too. The replacements hold copies of
+the weights, which do not follow further training.
 """
 
 import logging
@@ -39,51 +39,51 @@ from volley.native import Weights
 
 log = logging.getLogger("volley")
 Fill = Callable[[nn.Module], None]
-_MOST = 0.9  # of the numbers in a model's matrices
+_MOST = 0.9  # share of the numbers in a model's matrices
 _READS_ITS_CLASSIFIER = {"LongcatFlashTopkRouter"}
-"""Modules that take the weight of their linear layer and multiply with it themselves."""
+"""Classes of modules that read the weight of their linear layer directly."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def filled(_: nn.Module) -> None:
-    """Nothing is read, as all weights are there."""
+    """Do nothing, because all weights are loaded."""
 
 
 def packing_pays(*weights: Tensor) -> bool:
-    """Whether products with such weights are computed by oneDNN or volley, which lay them out."""
+    """Return whether oneDNN or volley computes matmuls with such weights, for which packing pays."""
     on_cpu = all(w.device.type == "cpu" and w.dtype == torch.bfloat16 for w in weights)
     return on_cpu and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
 class SharedProjection:
-    """Several bias-free linear layers over one input, computed together when the first of them is asked."""
+    """Several bias-free linear layers over one input, computed together when the first of them is called."""
 
     def __init__(self, layers: Sequence[nn.Linear], together: Product) -> None:
-        """``together`` is the product with all their weights, one below the other."""
+        """Take the layers and ``together``, the matmul with their stacked weights."""
         self.together = together
         self.sizes = [layer.out_features for layer in layers]
         self.kept: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        """An input and its outputs, read and set together: engines that share a target may run in several threads."""
+        """Last input and its outputs, set in one assignment: engines that share a target may run in several threads."""
 
     def project(self, x: Tensor, index: int) -> Tensor:
         kept = self.kept
         if kept is None or kept[0] is not x:
             kept = x, torch.split(self.together(x), self.sizes, dim=-1)
-        is_last = index == len(self.sizes) - 1  # layers are called in order, so no result outlives a pass
+        is_last = index == len(self.sizes) - 1  # layers are called in order, so the last call drops the result
         self.kept = None if is_last else kept
         return kept[1][index]
 
 
 def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = False, fill: Fill = filled) -> bool:
-    """Replace forwards in place where that pays; True if anything was replaced.
+    """Replace forwards in place where that pays; return True if anything was replaced.
 
-    Linear layers compute with ``weights`` of that kind. With ``release`` the weights that only they read are given up, layer
-    by layer, so that memory holds each once; the model cannot be saved or trained any more. Modules whose forward was replaced
-    before are left alone. ``fill`` reads the weights of a module that are on the meta device.
+    Linear layers compute with weights in the format ``weights``. ``release`` frees the original weights layer by layer, so that
+    memory holds each once; the model can then be neither saved nor trained. Modules whose forward was replaced before are
+    skipped. ``fill`` loads the weights of a module that are on the meta device.
     """
     if kernels.usable(next(model.parameters()).device):
         return join_layers(model) > 0
-    own = [module.weight for module in model.modules() if is_linear(module)]  # other weights may be kept in fp32
+    own = [module.weight for module in model.modules() if is_linear(module)]  # other weights may be in fp32
     if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
         return release and sum(_shorten(module) for module in model.modules()) > 0
@@ -93,7 +93,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
             "kernels need a CPU with AVX2, and GCC when volley is installed"
         )
     files = MappedFiles() if release else None
-    # The largest weight comes first: not all of its file leaves memory while it is copied.
+    # The head, the largest weight, comes first: while it is copied, parts of its file stay in memory.
     done = _replace_head(model, weights, files, fill) | _replace_embedding(model, weights, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
@@ -121,7 +121,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
 
 
 def _tell_share(model: nn.Module, weights: Weights) -> None:
-    """Say how much of a model became codes, if much did not. Embeddings are only looked up."""
+    """Log the quantised share of a model if it is small. Embeddings do not count."""
     coded = other = 0
     for product in _products(model):
         size = product.outputs * product.inputs
@@ -143,14 +143,14 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if not isinstance(head, nn.Linear) or not _is_plain(head):
         return set()
-    if not hasattr(head, "stored_codes"):  # which are all that is read of it
+    if not hasattr(head, "stored_codes"):  # only its stored codes are read
         fill(head)
     _replace(model, head, weights, files)
     return {head}
 
 
 def _replace_embedding(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
-    """Look the rows of an embedding up in codes, unless it is the head's as well: the file's, or int8 beside layers in codes."""
+    """Quantise an embedding that is not tied to the head: keep the file's codes, or use int8 if the layers are quantised."""
     embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
     scale = None if embedding is None else scale_of(embedding)
     if files is None or weights == "bf16" or scale is None or not isinstance(embedding, nn.Embedding):
@@ -171,16 +171,16 @@ def _is_plain(layer: object) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Memory of a model's weights, of those included that replaced layers hold.
+    """Return the bytes of a model's weights, including those in replaced layers.
 
-    A drafter's may be there twice.
+    A drafter may hold weights twice; all copies count.
     """
     held = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
     return held + sum(product.nbytes for product in _products(model))
 
 
 def _products(model: nn.Module) -> set[native.Product]:
-    """Products with codes or laid out weights that a model computes with."""
+    """Return the linear kernels with packed or quantised weights that a model computes with."""
     found: set[object] = set()
     for module in model.modules():
         forward = vars(module).get("forward")
@@ -199,7 +199,7 @@ def _products(model: nn.Module) -> set[native.Product]:
 
 
 def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, fill: Fill) -> set[nn.Module]:
-    """Fuse the decoder layers that can be; returns these and all modules in them."""
+    """Fuse the decoder layers that can be fused; return them with all modules in them."""
     done: set[nn.Module] = set()
     for layer, rotary in layers_with_rotary(model) if native.available else ():
         fill(layer)
@@ -220,7 +220,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
 
 
 def release_weight(layer: nn.Module, files: MappedFiles, name: str = "weight") -> None:
-    """Give up a layer's weight; its shape stays known, and a sample for its fingerprint."""
+    """Release a layer's weight; keep its shape, and a sample for its fingerprint."""
     weight = layer.get_parameter(name)
     released = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
     released.sample = sample(weight)  # type: ignore[attr-defined]
@@ -237,14 +237,14 @@ def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | N
 
 
 def share(layers: Sequence[nn.Linear], together: Product) -> None:
-    """Let linear layers that read the same input take their outputs from one product."""
+    """Compute linear layers that read the same input in one matmul."""
     shared = SharedProjection(layers, together)
     for index, layer in enumerate(layers):
         layer.forward = partial(shared.project, index=index)  # type: ignore[method-assign]
 
 
 def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
-    """One linear layer of ``model``, whose weight may be that of an embedding as well."""
+    """Replace one linear layer of ``model``, whose weight may be tied to an embedding."""
     product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
     layer.forward = product  # type: ignore[method-assign, assignment]
     sharing = [
@@ -262,12 +262,12 @@ def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: Mapped
 
 
 def _shorten(module: nn.Module) -> bool:
-    """Let a module that has no product of its own compute the same in fewer operations, if it is known."""
+    """Replace the forward of a known module without a matmul of its own by one with fewer operations."""
     return _fuse_norm(module) if type(module).__name__.endswith("RMSNorm") else group_experts(module)
 
 
 def _fuse_norm(norm: nn.Module) -> bool:
-    """Use the fused norm if it computes what this module computes."""
+    """Use the fused norm if its result equals this module's."""
     weight, eps = getattr(norm, "weight", None), eps_of(norm)
     if not isinstance(weight, Tensor | None) or eps is None:
         return False

@@ -1,4 +1,4 @@
-"""Embeddings whose rows are looked up in what a product holds of their weight."""
+"""Embeddings whose rows are looked up in a linear kernel's packed weight."""
 
 from copy import copy
 
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from volley.native import Product
 
 _READ_BY_OTHERS = {"DiffusionGemmaTextScaledWordEmbedding"}
-"""Classes of embeddings whose weight their model multiplies with as well."""
+"""Classes of embeddings whose weight their model also uses directly."""
 
 
 def scale_of(embedding: nn.Module) -> Tensor | None:
-    """The number that an embedding multiplies its rows with, found by trying; ``None`` if it does something else with them."""
+    """Return the factor of an embedding's rows, found by trying; ``None`` if it does anything else."""
     if not isinstance(embedding, nn.Embedding) or "forward" in vars(embedding):
         return None
     if type(embedding).__name__ in _READ_BY_OTHERS:
@@ -29,13 +29,13 @@ def scale_of(embedding: nn.Module) -> Tensor | None:
 
 
 class EmbeddingLookup:
-    """The forward of such an embedding."""
+    """Forward of an embedding that looks its rows up in ``product``."""
 
     def __init__(self, product: Product, scale: Tensor) -> None:
         self.product = product
         self._scale = None if scale == 1 else scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Rows ``[..., H]`` for ``token_ids [...]``."""
+        """Return rows ``[..., H]`` for ``token_ids [...]``."""
         rows = self.product.rows(token_ids)
         return rows if self._scale is None else rows * self._scale

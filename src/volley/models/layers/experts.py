@@ -1,7 +1,7 @@
-"""Experts multiplied as a group on a CPU, in half of the operations that transformers makes for it.
+"""Experts as grouped matmuls on a CPU, in half of transformers' operations.
 
-Its function serves expert parallelism, biases and other layouts too. PyTorch's activations are slow over a part of each row, its
-general indexing is slower than ``index_select``, and rows are put back in one operation.
+transformers' function also serves expert parallelism, biases and other layouts. Here the activation runs over contiguous rows,
+``index_select`` replaces the slower general indexing, and one operation scatters the rows back.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from volley import native
 
 
 def group_experts(module: nn.Module) -> bool:
-    """Replace the forward of transformers' experts by :class:`GroupedExperts`, if these are of the kind that it computes."""
+    """Replace the forward of transformers' experts by :class:`GroupedExperts`, if it supports them."""
     if not hasattr(module, "gate_up_proj") or not hasattr(module, "has_gate"):
         return False
     own: Any = module
@@ -29,13 +29,13 @@ def group_experts(module: nn.Module) -> bool:
 
 
 def is_gelu(function: Any) -> bool:
-    """Whether it is GELU by its tanh, which a kernel has."""
+    """Return whether ``function`` is GELU in its tanh form, for which there is a kernel."""
     x = torch.linspace(-3, 3, 7)
     return torch.equal(function(x), gelu(x, approximate="tanh"))
 
 
 class GroupedExperts:
-    """``forward`` of a module whose weights are ``gate_up_proj [E, 2 · I, H]`` and ``down_proj [E, H, I]``."""
+    """Forward of experts with the weights ``gate_up_proj [E, 2 · I, H]`` and ``down_proj [E, H, I]``."""
 
     def __init__(self, experts: Any) -> None:
         self.gate_up: Tensor = experts.gate_up_proj.detach().transpose(-2, -1)
@@ -45,7 +45,7 @@ class GroupedExperts:
         self.numbers = torch.arange(len(self.down))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """``[T, H]`` of states ``[T, H]``, and of each token's experts and their weights ``[T, k]``."""
+        """Return ``[T, H]`` for states ``[T, H]`` and each token's experts and their weights ``[T, k]``."""
         chosen, order = top_k_index.reshape(-1).sort()
         ends = torch.searchsorted(chosen, self.numbers, right=True, out_int32=True)
         rows = hidden_states.index_select(0, order // top_k_index.shape[1])

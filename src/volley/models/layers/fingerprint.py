@@ -1,4 +1,4 @@
-"""Digests of weights, which tell models apart."""
+"""Digests of weights, which identify models."""
 
 import hashlib
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 SAMPLED = 64
-"""Numbers of a weight, about."""
+"""Approximate number of sampled values of a weight."""
 
 
 def sample(weight: Tensor) -> Tensor:
-    """Some of a weight's numbers in bf16, so that it does not matter whether it was loaded in fp32 or bf16.
+    """Sample a weight's numbers in bf16, so that loading it in fp32 or bf16 gives the same sample.
 
-    A weight that was given up (``accelerate(release=True)``), or of which only codes are read, has kept them.
+    A released weight (``accelerate(release=True)``), or one of which only codes are read, has kept its sample.
     """
     kept: Tensor | None = getattr(weight, "sample", None)
     if kept is not None:
@@ -22,12 +22,12 @@ def sample(weight: Tensor) -> Tensor:
 
 
 def stride(size: int) -> int:
-    """How far numbers of :func:`sample` are apart in a weight of so many; the first is one of them."""
+    """Return the distance between the numbers of :func:`sample` in a weight of ``size`` numbers, from the first on."""
     return max(1, size // SAMPLED)
 
 
 def target_fingerprint(model: nn.Module) -> str:
-    """A digest of every weight's name, shape and a sample of its numbers: another training gives another one."""
+    """Return a digest of every weight's name, shape and sample, which changes with training."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict(keep_vars=True).items()):
         digest.update(f"{name}{list(weight.shape)}".encode() + sample(weight).float().numpy().tobytes())
@@ -35,7 +35,7 @@ def target_fingerprint(model: nn.Module) -> str:
 
 
 def drafter_fingerprint(drafter: nn.Module) -> str:
-    """A digest of every weight as a checkpoint keeps it."""
+    """Return a digest of every weight as a checkpoint stores it."""
     digest = hashlib.sha256()
     for name, weight in sorted(drafter.state_dict().items()):
         digest.update(f"{name}{list(weight.shape)}".encode())

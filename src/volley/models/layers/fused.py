@@ -1,11 +1,11 @@
-"""Decoder layers of transformers, recognised, and in volley's own kernels for a CPU, of targets and drafters alike.
+"""Decoder layers of transformers, recognised and run on volley's own CPU kernels, in targets and drafters.
 
-A family is a description (:class:`LayerParts`, :class:`LayerShape`, :class:`LayerRotary`): its norms and how they round, its
+A family is described by :class:`LayerParts`, :class:`LayerShape` and :class:`LayerRotary`: its norms and how they round, its
 activation, scales and caps, and each layer's window and rotary embedding.
 
-A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers once it was seen to compute the same; hooks fire as
-before, and the attention function stays whatever the model is set to. A :class:`FusedDecoder` runs all such layers in one call
-where K and V lie in bf16 pages.
+A :class:`FusedLayer` replaces the ``forward`` of one of transformers' layers after a test that both compute the same. Hooks fire
+as before, and the model's attention function stays. A :class:`FusedDecoder` runs all such layers in one call if K and V are in
+bf16 pages.
 """
 
 import sys
@@ -35,11 +35,11 @@ from volley.native import GELU, SILU, Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, Experts, LayerShape, LayerWeights, P, Routing, attends
 
 _TOLERANCE = 2**-6
-_ASKING = Lock()  # transformers' table of attention functions is one for all threads
+_ASKING = Lock()  # all threads share transformers' table of attention functions
 Cosines = tuple[Tensor, Tensor]
-"""Cosines and sines of a rotary embedding, as transformers has them."""
+"""Cosines and sines of a rotary embedding, in transformers' form."""
 
-# -- what a layer is made of --------------------------------------------------------------------------------------------
+# -- parts of a layer ---------------------------------------------------------------------------------------------------
 
 _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
     frozenset(name for name in names if name): names
@@ -55,14 +55,14 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     )
 }
-"""Names of the norms before and behind attention, and before and behind the MLP, by all those that a layer has."""
+"""Names of the norms before and after attention, and before and after the MLP, by the set of a layer's norms."""
 _JOINED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
     (("self_attn.o_proj",),),
     (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
     (("mlp.down_proj",),),
 )
-"""Linear layers that read the same input, by the names that families give them, in the order of their outputs."""
+"""Names of linear layers that read the same input, in the order of their outputs, with each family's alternatives."""
 
 
 _ROUTERS = ("mlp.gate", "mlp.router")
@@ -72,17 +72,17 @@ class LayerParts(NamedTuple):
     """Names of the modules that a decoder layer consists of."""
 
     norms: tuple[str | None, ...]
-    """Before and behind attention, before and behind the MLP."""
+    """Norms before and after attention, before and after the MLP."""
     head_norms: tuple[str, ...]
-    """Of queries and keys, if there are any."""
+    """Norms of queries and keys, if there are any."""
     joined: tuple[tuple[str, ...], ...]
     """Linear layers that read the same input: of attention, and of the MLP unless that has experts."""
     router: str | None = None
-    """What chooses among the experts ``mlp.experts``."""
+    """Router of the experts ``mlp.experts``."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> "LayerParts | None":
-        """The parts of a layer with attention and a gated MLP; ``None`` if it has others."""
+        """Return the parts of a layer with attention and a gated MLP; ``None`` if it has others."""
         modules = dict(layer.named_modules())
         own = {name for name, part in layer.named_children() if next(part.parameters(), None) is not None}
         norms = _NORMS.get(frozenset(own - {"self_attn", "mlp"}))
@@ -112,7 +112,7 @@ class LayerParts(NamedTuple):
 
     @property
     def is_llamas(self) -> bool:
-        """Whether they are those of Llama or Qwen, by name."""
+        """Return whether the parts have the names of Llama's or Qwen's."""
         return (
             self.router is None
             and self.norms[1] is None is self.norms[3]
@@ -124,7 +124,7 @@ class LayerParts(NamedTuple):
 
 
 def _alike(layers: Sequence[nn.Module | None]) -> bool:
-    """Whether they are linear layers that can be joined."""
+    """Return whether ``layers`` are linear layers that can be joined."""
     return (
         bool(layers)
         and all(is_linear(layer) for layer in layers)
@@ -133,7 +133,7 @@ def _alike(layers: Sequence[nn.Module | None]) -> bool:
 
 
 def is_gated_layer(layer: nn.Module) -> bool:
-    """Whether a layer is built like Llama's or Qwen's."""
+    """Return whether a layer is built like Llama's or Qwen's."""
     parts = LayerParts.of(layer)
     return parts is not None and parts.is_llamas
 
@@ -144,9 +144,9 @@ def layer_weights(
     style: NormStyle = STYLES[0],
     routed: Callable[[], tuple[P, P, Routing[P] | None]] | None = None,
 ) -> LayerWeights[P]:
-    """The norms of a decoder layer, of transformers or of a drafter, and what ``join`` makes of linear layers that read alike.
+    """Collect the norms of a decoder layer of transformers or of a drafter; ``join`` joins linear layers with the same input.
 
-    ``routed`` makes those of experts.
+    ``routed`` makes the weights of experts.
     """
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
@@ -184,7 +184,7 @@ def products_of(
     style: NormStyle = STYLES[0],
     routed: RoutedMLP | None = None,
 ) -> LayerWeights[Product]:
-    """Copies of the weights of a decoder layer; those read from ``files`` leave memory on the way."""
+    """Copy the weights of a decoder layer; weights mapped from ``files`` leave memory during the copy."""
 
     def join(layers: Sequence[nn.Linear]) -> Product:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
@@ -198,12 +198,12 @@ def products_of(
 
 
 def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
-    """How experts are kept: as they are where a file's own codes were decoded, which rounding would change."""
+    """Return the format of experts: bf16 if they were decoded from a quantised file, because quantising again changes them."""
     return "bf16" if hasattr(layer.self_attn.o_proj, "stored_codes") else weights
 
 
 def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    """The layers as they are, with their outputs as one."""
+    """Return a function that concatenates the outputs of the unchanged layers."""
     return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
 
 
@@ -214,7 +214,7 @@ def layer_shape(
     activation: Activation = SILU,
     routed: RoutedMLP | None = None,
 ) -> LayerShape:
-    """The shape of a layer that has :class:`LayerParts`."""
+    """Return the shape of a layer that has :class:`LayerParts`."""
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
     project, _, *mlp = ([layer.get_submodule(name) for name in names] for names in parts.joined)
@@ -237,7 +237,7 @@ def layer_shape(
 
 
 def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
-    """Whether a layer has parts and sizes that the kernels for a CPU take; experts are looked at when they are tried."""
+    """Return whether the CPU kernels support a layer's parts and sizes; experts are checked when they are tried."""
     parts = LayerParts.of(layer)
     return (
         parts is not None
@@ -247,7 +247,7 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
 
 
 def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
-    """Whether the products take the weights of linear layers that are joined. Reading codes takes long: only if they decide."""
+    """Return whether the kernels support the weights of joined layers; stored codes are read only if needed, as that is slow."""
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
     if all(native.fits(module.weight, weights) for module in linear):
         return True
@@ -259,15 +259,15 @@ def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
 
 
 class LayerRotary(NamedTuple):
-    """How a layer turns queries and keys."""
+    """Rotary embedding of a layer's queries and keys."""
 
     kind: str | None
-    """Its type of layer, if the model has a rotary embedding for each type."""
+    """Type of the layer, if the model has a rotary embedding for each type."""
     is_half: bool
-    """Cosines and sines are given for one half of a head alone (gpt-oss)."""
+    """True if cosines and sines cover only one half of a head (gpt-oss)."""
 
     def __call__(self, given: Cosines) -> Cosines:
-        """Cosines and sines ``[T, width]`` of the numbers that are turned, of those that the model gives."""
+        """Return cosines and sines ``[T, width]`` of the rotated numbers, from those of the model."""
         cos, sin = given
         return (torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)) if self.is_half else given
 
@@ -276,13 +276,13 @@ PLAIN = LayerRotary(None, is_half=False)
 
 
 def turns_of(rotary: Any, kind: str | None, states: Tensor, positions: Tensor) -> Cosines:
-    """Cosines and sines ``[1, T, width]`` of a model's rotary embedding for layers of this type."""
+    """Return cosines and sines ``[1, T, width]`` of a model's rotary embedding for layers of this type."""
     turns: Cosines = rotary(states, positions) if kind is None else rotary(states, positions, kind)
     return turns
 
 
 def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Each decoder layer of a model with its rotary embedding; none if they are not where Llama has them."""
+    """List each decoder layer of a model with its rotary embedding; none if the model is not structured like Llama."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not (isinstance(layers, nn.ModuleList) and isinstance(rotary, nn.Module)):
@@ -294,19 +294,19 @@ def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
 
 
 class _Traced(NamedTuple):
-    """What a layer of transformers' makes of some states."""
+    """Record of one of transformers' layers applied to some states."""
 
     turns: Cosines
     options: AttentionOptions
     split: tuple[Tensor, ...]
-    """Queries, keys and values ``[T, heads or shared, d]`` that it gives to attention."""
+    """Queries, keys and values ``[T, heads or shared, d]`` passed to attention."""
     mixed: Tensor
-    """What attention gave back, ``[T, heads · d]``."""
+    """Output of attention, ``[T, heads · d]``."""
     output: Tensor
 
 
 class Recognised(NamedTuple):
-    """What a layer of transformers' makes of ``states [1, T, H]``, and how."""
+    """Recognised layer of transformers': its output for ``states [1, T, H]``, and its description."""
 
     states: Tensor
     turns: Cosines
@@ -317,15 +317,15 @@ class Recognised(NamedTuple):
     style: NormStyle
     activation: Activation
     rotaries: tuple[LayerRotary | None, ...]
-    """How it may turn queries and keys; ``None``: not at all."""
+    """Candidate rotary embeddings of queries and keys; ``None``: no rotation."""
     routed: RoutedMLP | None
-    """Its MLP, if it has experts."""
+    """MLP of the layer, if it has experts."""
 
     def shape(self, layer: nn.Module) -> LayerShape:
         return layer_shape(layer, self.options, self.style, self.activation, self.routed)
 
     def is_llamas(self, layer: nn.Module) -> bool:
-        """Whether it computes as Llama's or Qwen's layers do, if it turns whole heads."""
+        """Return whether it computes like Llama's or Qwen's layers and rotates whole heads."""
         shape = self.shape(layer)
         plain = shape.activation == SILU and shape.residual == 1.0 and not self.style.offset
         is_usual = self.options.softcap is None and self.options.sinks is None
@@ -333,7 +333,7 @@ class Recognised(NamedTuple):
 
 
 def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
-    """Try a layer that has :class:`LayerParts`; ``None`` if it is called otherwise, or its parts compute something else."""
+    """Recognise a layer with :class:`LayerParts` by trying it; ``None`` if its arguments or its parts differ."""
     attention: Any = getattr(layer, "self_attn", None)
     parts = LayerParts.of(layer)
     if parts is None or not all(hasattr(attention, name) for name in ("config", "layer_idx", "head_dim")):
@@ -360,7 +360,7 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
 
 
 class LayerForward(ABC):
-    """The forward of one of transformers' decoder layers; hooks fire as before."""
+    """Forward of one of transformers' decoder layers; hooks fire as before."""
 
     def __init__(self, layer: nn.Module, seen: Recognised, rotary: LayerRotary | None) -> None:
         self.attention: Any = layer.self_attn
@@ -369,15 +369,15 @@ class LayerForward(ABC):
 
     @abstractmethod
     def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
-        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; cosines and sines: ``[T, width]``."""
+        """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``turns``: ``[T, width]`` each."""
 
     @abstractmethod
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
-        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
+        """Return the states ``[T, H]`` after the layer, from the states before it and attention's output ``[T, heads · d]``."""
 
     @torch.no_grad()
     def computes(self, seen: Recognised) -> bool:
-        """Whether it makes of the states what the layer itself makes, before attention and after it."""
+        """Return whether its results before and after attention equal the layer's own."""
         rows = self._split(self.before(seen.states[0], self._turned(seen.turns, seen.states)))
         for own, theirs in zip(rows, seen.split, strict=True):
             if (own - theirs).float().norm() > _TOLERANCE * theirs.float().norm():
@@ -394,7 +394,7 @@ class LayerForward(ABC):
         past_key_values: Any = None,
         **options: Any,
     ) -> Tensor:
-        """States ``[B, T, H]`` after the layer."""
+        """Return the states ``[B, T, H]`` after the layer."""
         assert position_embeddings is not None, "a decoder layer is given its rotary embedding"
         size, shape = self.shape, hidden_states.shape
         states = hidden_states.reshape(-1, size.hidden)
@@ -407,7 +407,7 @@ class LayerForward(ABC):
         return self.after(states, mixed.reshape(len(rows), -1)).view(shape)
 
     def _turned(self, given: Cosines, states: Tensor) -> Cosines | None:
-        """Cosines and sines of each row of ``states [B, T, H]``."""
+        """Return cosines and sines of each row of ``states [B, T, H]``."""
         if self.rotary is None:
             return None
         cos, sin = (x.expand(*states.shape[:2], -1).reshape(-1, x.shape[-1]) for x in given)
@@ -419,7 +419,7 @@ class LayerForward(ABC):
     def _dense(
         self, split: Sequence[Tensor], batch: int, mask: Tensor | None, past_key_values: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attention by transformers' own function."""
+        """Attend with transformers' own function."""
         queries, keys, values = (x.reshape(batch, -1, *x.shape[1:]).transpose(1, 2) for x in split)
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, self.attention.layer_idx)
@@ -435,7 +435,7 @@ class LayerForward(ABC):
 
 
 class FusedLayer(LayerForward, Generic[P]):
-    """A layer in volley's kernels for a CPU."""
+    """Decoder layer on volley's CPU kernels."""
 
     def __init__(
         self,
@@ -445,7 +445,7 @@ class FusedLayer(LayerForward, Generic[P]):
         weights: LayerWeights[P],
         experts: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """``experts`` are the layer's MLP, if it has any."""
+        """Take a recognised layer with its weights; ``experts`` replace the MLP if the layer has experts."""
         super().__init__(layer, seen, rotary)
         self.weights, self.experts = weights, experts
 
@@ -453,9 +453,9 @@ class FusedLayer(LayerForward, Generic[P]):
     def of(
         layer: nn.Module, rotary: nn.Module, weights: Weights, files: MappedFiles | None = None
     ) -> "FusedLayer[Product] | None":
-        """The layer in few operations; ``None`` if it is of another kind, which is found by trying.
+        """Fuse a layer; ``None`` if a trial shows another result.
 
-        It is tried with the layer's own linear layers, so that no copy of the weights is made for it.
+        The trial uses the layer's own linear layers, so it copies no weights.
         """
         if not hasattr(layer, "self_attn") or not fits(layer, weights):
             return None
@@ -506,22 +506,22 @@ class FusedDecoder:
         windows: Sequence[int | None],
         rotaries: Sequence[LayerRotary | None] = (),
     ) -> None:
-        """Each layer's window, as :class:`AttentionOptions` has it, and how it turns; usually as Llama's layers do."""
+        """Take each layer's window (see :class:`AttentionOptions`) and rotary embedding, by default Llama's."""
         own = rotaries or [PLAIN] * len(layers)
         self.rotaries = list(dict.fromkeys(rotary for rotary in own if rotary is not None))
-        """What :meth:`__call__` is to be given cosines and sines for."""
+        """Rotary embeddings for which :meth:`__call__` needs cosines and sines."""
         turns = [-1 if rotary is None else self.rotaries.index(rotary) for rotary in own]
         self._decoder = Decoder(layers, shape, turns)
         self._scale = shape.scale
         self._attends = attends(shape.heads, shape.shared, shape.dim)
         self._windows = list(dict.fromkeys(windows))
         self._plans = [self._windows.index(window) for window in windows]
-        self._store: Callable[[], KVStore | None] = lambda: None  # a reference that does not keep it
+        self._store: Callable[[], KVStore | None] = lambda: None  # a weak reference
         self._alone = Lock()  # engines that share a target may run in several threads
 
     @classmethod
     def of_layers(cls, layers: Sequence[nn.Module]) -> Self | None:
-        """Of transformers' decoder layers, if all of them are fused and of one shape."""
+        """Make a decoder of transformers' layers, if all of them are fused and of one shape."""
         fused = [vars(layer).get("forward") for layer in layers]
         found = [forward for forward in fused if isinstance(forward, FusedLayer)]
         if not found or len(found) < len(fused):
@@ -533,7 +533,7 @@ class FusedDecoder:
         return cls([layer.weights for layer in found], widest, windows, rotaries)
 
     def serves(self, store: KVStore) -> bool:
-        """Whether K and V in ``store`` are where the kernels read them."""
+        """Return whether the kernels can read K and V in ``store``."""
         return self._attends and serves(store, AttentionOptions(self._scale))
 
     def __call__(
@@ -544,11 +544,10 @@ class FusedDecoder:
         store: KVStore,
         tapped: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """States ``[T, H]`` after the last layer, of embeddings ``[T, H]``.
+        """Return the states ``[T, H]`` after the last layer, from embeddings ``[T, H]``.
 
-        ``turns`` are the model's cosines and sines ``[T, width]`` for each of :attr:`rotaries`.
-
-        Beside them the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``.
+        Also return the states after the layers ``tapped``, -1 being before the first: ``[T, len(tapped) · H]``. ``turns`` are
+        the model's cosines and sines ``[T, width]`` for each of :attr:`rotaries`.
         """
         plans = [attention_plan(batch, window) for window in self._windows]
         turned = [Turns(*rotary(given)) for rotary, given in zip(self.rotaries, turns, strict=True)]
@@ -566,7 +565,7 @@ class FusedDecoder:
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """``[1, T, heads, d]`` of ``[1, heads, T, d]``."""
+    """Attend causally: ``[1, heads, T, d] -> [1, T, heads, d]``."""
     return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True).transpose(
         1, 2
     )
@@ -574,7 +573,7 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
 
 @torch.no_grad()
 def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) -> _Traced | None:
-    """What the layer makes of ``states [1, T, H]``; ``None`` if its arguments are others than Llama's."""
+    """Record the layer's results for ``states [1, T, H]``; ``None`` if its arguments differ from Llama's."""
     asked: list[tuple[AttentionOptions, tuple[Tensor, ...], Tensor]] = []
 
     def attend(
@@ -595,7 +594,7 @@ def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) 
         return mixed, None
 
     config: Any = layer.self_attn.config  # type: ignore[union-attr]
-    # A layer that looks at positions itself (Ministral 3 scales queries by them, from 16,384 on) finds none and is left alone.
+    # A layer that reads positions itself (Ministral 3 scales queries by them, from 16,384 on) gets none, fails and is not fused.
     before, positions = config._attn_implementation, torch.arange(states.shape[1], device=states.device)[None]
     with _ASKING:
         ALL_ATTENTION_FUNCTIONS["volley_asking"] = attend
@@ -612,7 +611,7 @@ def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) 
 
 
 def _activation(mlp: Any) -> Activation | None:
-    """What a gated MLP's gates go through, if the kernels have it."""
+    """Return the activation of a gated MLP, if the kernels have it."""
     x, function = torch.linspace(-3, 3, 7), getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
     if function is None:
         return None

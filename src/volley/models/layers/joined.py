@@ -1,7 +1,7 @@
-"""Decoder layers of the Llama and Qwen kind in at most twelve operations, attention included, on any device.
+"""Llama-like and Qwen-like decoder layers in at most twelve operations, attention included, on any device.
 
-Projections of one input are one matrix, of which the layer's own weights are views: nothing is in memory twice. The operations
-between the products are in ``memory/rows.py``.
+Projections of one input are one matrix, and the layer's own weights are views of it, so memory holds each weight once.
+``memory/rows.py`` has the operations between the matmuls.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from volley.native.decoder import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Weight and bias of several layers as one; the layers' own become views of them."""
+    """Joined weight and bias of several layers; the layers' own become views of them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,7 +49,7 @@ class Matrix:
 
 
 class JoinedWeights:
-    """One layer's weights, and its computation on both sides of attention."""
+    """Weights of one layer, and its computation before and after attention."""
 
     def __init__(self, layer: Any, shape: LayerShape) -> None:
         self.shape, self.weights = shape, layer_weights(layer, Matrix.of)
@@ -60,7 +60,7 @@ class JoinedWeights:
         self.rows = row_operations(before.device)
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos`` and ``sin``: ``[T, d]``."""
+        """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos``, ``sin``: ``[T, d]``."""
         of, size = self.weights, self.shape
         _, normed = self.rows.add_norm(states, None, self.first_norm, size.eps)
         rows = of.project(normed).view(len(states), -1, size.dim)
@@ -68,19 +68,19 @@ class JoinedWeights:
         return rows
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
+        """Split rows into queries ``[T, heads, d]``, keys and values ``[T, shared, d]``."""
         size = self.shape
         return rows.split_with_sizes([size.heads, size.shared, size.shared], dim=1)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
-        """States ``[T, H]`` after the layer, of those before it and attention's output ``[T, heads · d]``."""
+        """Return the states ``[T, H]`` after the layer, from the states before it and attention's output ``[T, heads · d]``."""
         of = self.weights
         states, normed = self.rows.add_norm(states, of.output(mixed), self.second_norm, self.shape.eps)
         return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
 
 
 class JoinedLayer(LayerForward):
-    """The forward of one of transformers' decoder layers."""
+    """Forward of one of transformers' decoder layers with joined projections."""
 
     def __init__(self, layer: nn.Module, seen: Recognised) -> None:
         super().__init__(layer, seen, seen.rotaries[0])
@@ -88,7 +88,7 @@ class JoinedLayer(LayerForward):
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
-        """The layer in few operations; ``None`` if it is of another kind, which is found by trying."""
+        """Join a layer's projections; ``None`` if a trial shows another result."""
         seen = recognise(layer, rotary)
         if seen is None or not seen.is_llamas(layer):
             return None
@@ -104,7 +104,7 @@ class JoinedLayer(LayerForward):
 
 
 def join_layers(model: Any) -> int:
-    """Replace the forward of every layer that can be joined; returns their number."""
+    """Replace the forward of every layer that can be joined; return their number."""
     found = [(layer, JoinedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
     for layer, joined in found:
         if joined is not None:

@@ -1,4 +1,4 @@
-"""RMS norms as transformers' families write them, told apart by trying."""
+"""RMS norms of transformers' families, recognised by trying them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,37 +8,37 @@ from torch import Tensor, nn
 
 
 class NormStyle(NamedTuple):
-    """How a norm uses its weight."""
+    """Way in which a norm applies its weight."""
 
     offset: float
-    """It multiplies by this plus its weight."""
+    """Number added to the weight before multiplication."""
     rounds: bool
-    """It rounds to its input's dtype before that, too."""
+    """True if the normed input is rounded to its dtype before multiplication, too."""
 
     def scale(self, weight: Tensor) -> Tensor:
-        """The factors: ``weight`` itself, or a sum with it in fp32."""
+        """Return the factors: ``weight`` itself, or its sum with the offset in fp32."""
         return weight.detach() if not self.offset else weight.detach().float() + self.offset
 
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm by PyTorch's operations."""
+        """Compute the norm with PyTorch's operations."""
         normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
         normed = normed.to(x.dtype).float() if self.rounds else normed
         return (normed * self.scale(weight).float()).to(x.dtype)
 
 
 STYLES = (NormStyle(0.0, rounds=True), NormStyle(0.0, rounds=False), NormStyle(1.0, rounds=False))
-"""Those of Llama, OLMo 2 and Gemma."""
+"""Styles of Llama, OLMo 2 and Gemma."""
 
 
 def eps_of(norm: Any) -> float | None:
-    """The number that a norm adds to the mean of squares."""
+    """Return the number that a norm adds to the mean of squares."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return eps if isinstance(eps, float) else None
 
 
 @torch.no_grad()
 def style_of(norms: Sequence[nn.Module]) -> NormStyle | None:
-    """The style that comes nearest to all ``norms``; ``None`` if one of them is no RMS norm of these styles."""
+    """Return the style closest to all ``norms``; ``None`` if one of them has none of these styles."""
     errors = [0.0] * len(STYLES)
     for norm in norms:
         weight, eps = getattr(norm, "weight", None), eps_of(norm)

@@ -1,4 +1,4 @@
-"""Products with fixed weights on a CPU: bf16, or int8 and int4 codes of it, laid out once as the machine reads them fastest."""
+"""Matmuls with fixed weights on a CPU: bf16, int8 or int4, packed once for the machine."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeGuard, get_args
@@ -14,21 +14,21 @@ from volley.native import WantedDraftWeights, Weights
 from volley.native.formats import CodeSource, stacked
 
 Product = Callable[[Tensor], Tensor]
-"""``x [..., in] -> [..., out]``, both bf16."""
-_ROWS = 16  # the number of rows oneDNN lays weights out for; others work as well
+"""Map ``x [..., in] -> [..., out]``, both bf16."""
+_ROWS = 16  # number of rows for which oneDNN packs weights; other numbers work as well
 
 
 def is_linear(module: object) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer and nothing else: one that rounds its inputs has a ``forward`` of its own."""
+    """Return whether a module is a plain linear layer; a layer that quantises its inputs has a ``forward`` of its own."""
     return type(module) is nn.Linear and "forward" not in vars(module)
 
 
 def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse codes where nothing multiplies with them."""
+    """Refuse quantised weights that no kernel here supports."""
     if weights not in get_args(Weights):
         raise unknown_key("kind of weights", str(weights), get_args(Weights))
     if weights != "bf16" and dtype != torch.bfloat16:
-        raise ConfigError(f"weights={weights!r} are codes of bf16 weights; load the model with dtype bf16")
+        raise ConfigError(f"weights={weights!r} quantises bf16 weights; load the model with dtype bf16")
     if weights != "bf16" and not (native.available and device.type == "cpu"):
         raise ConfigError(
             f"weights={weights!r} needs an x86-64 CPU with AVX2, and volley's kernels, which are built when it is "
@@ -39,10 +39,10 @@ def check_weights(weights: Weights, device: torch.device, dtype: torch.dtype) ->
 def choose_draft_weights(
     weights: WantedDraftWeights, head: Tensor | native.Product, device: torch.device, dtype: torch.dtype
 ) -> Weights:
-    """How the weights of a drafter are kept beside a target's ``head [V, H]``; codes where nothing multiplies are refused.
+    """Return the format of a drafter's weights beside a target's ``head [V, H]``; refuse one that no kernel here supports.
 
-    "auto" is the target's own kind where that is codes, whose head then serves both. Beside bf16 it is int8 where the CPU
-    multiplies whole numbers as fast as it reads them; with AVX2 alone bf16 is faster, and on a GPU it is what all have.
+    "auto" takes the target's format if that is quantised, so both share the head. Beside a bf16 target it is int8 if the CPU
+    has fast integer dot products. With AVX2 alone, and on a GPU, it is bf16.
     """
     if weights != "auto":
         if weights not in get_args(Weights):
@@ -57,13 +57,13 @@ def choose_draft_weights(
 
 
 StoredCodes = list[tuple[CodeSource, int]]
-"""Codes of weights one below the other, and the outputs of each; empty if they are in none."""
+"""Codes of stacked weights, with the number of outputs of each; empty if the weights are not stored in codes."""
 
 
 def codes_of(layers: Sequence[nn.Linear | nn.Embedding]) -> StoredCodes:
-    """The codes that the weights of several layers are stored in, one below the other; none unless all are.
+    """Return the stored codes of several layers' weights, stacked; none unless all layers have them.
 
-    ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` let layers know theirs.
+    ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` attach them to layers.
     """
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
     found = [(ask(), len(layer.weight)) for ask, layer in zip(asked, layers, strict=True) if ask is not None]
@@ -72,7 +72,7 @@ def codes_of(layers: Sequence[nn.Linear | nn.Embedding]) -> StoredCodes:
 
 
 def inputs_of(stored: StoredCodes) -> int:
-    """The number of which the inputs of a weight in such codes are a multiple, or of one that is rounded."""
+    """Return the number of which the inputs must be a multiple, for weights in such codes or weights that are quantised."""
     return max((codes.format.inputs for codes, _ in stored), default=native.GROUP)
 
 
@@ -83,11 +83,11 @@ def make_product(
     stored: StoredCodes | None = None,
     files: MappedFiles | None = None,
 ) -> Product:
-    """``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16; the result holds a copy of the weight.
+    """Make ``x @ weight.T + bias`` of ``weight [out, in]`` and ``bias [out]`` in bf16, with a copy of the weight.
 
-    ``stored`` are codes that the weight is in already. A weight whose inputs are too few for codes, or of an odd
-    number, stays bf16. On a CPU for which oneDNN has no bf16 products the copy is in fp32: PyTorch's own take three times as long
-    for a block of rows. A weight in one of ``files`` leaves memory while it is copied.
+    ``stored`` are codes of the weight, if it has them. A weight whose number of inputs does not suit codes stays bf16. If oneDNN
+    has no bf16 matmul for this CPU the copy is in fp32, because PyTorch's bf16 matmul takes three times as long for a block of
+    rows. A weight in one of ``files`` leaves memory while it is copied.
     """
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
@@ -108,12 +108,12 @@ def make_product(
 
 
 def has_bf16_products() -> bool:
-    """Whether products in bf16 have weights in bf16 on a CPU."""
+    """Return whether bf16 matmuls on this CPU keep their weights in bf16."""
     return native.available or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def recoded_head(head: Tensor | native.Product, weights: Weights) -> native.Product | None:
-    """A target's head ``[V, H]`` in codes; ``None`` where it is in them already, or has too few inputs for them."""
+    """Quantise a target's head ``[V, H]``; ``None`` if it has this format already, or too few inputs."""
     if isinstance(head, native.Product):
         fits = head.inputs % native.GROUP == 0
         return native.Product(head, None, weights) if fits and head.kind != weights else None

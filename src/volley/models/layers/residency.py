@@ -1,4 +1,4 @@
-"""What loading leaves in memory: pages of files that were read once, and what the allocator keeps after it."""
+"""Memory that loading leaves behind: pages of files that were read once, and memory that the allocator keeps."""
 
 import mmap
 import sys
@@ -17,7 +17,7 @@ _LARGEST_KEPT = 8 * 2**20  # glibc's own rule ends at 32 MiB
 
 
 class MappedFiles:
-    """The files that are mapped into this process, as they were when this was made."""
+    """Snapshot of the files that are mapped into this process."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -29,32 +29,32 @@ class MappedFiles:
                 self._ranges.append((begin, end))
 
     def covers(self, begin: int, end: int) -> bool:
-        """Whether addresses ``[begin, end)`` lie in one file."""
+        """Return whether addresses ``[begin, end)`` lie in one file."""
         place = bisect_right(self._ranges, (begin, sys.maxsize)) - 1
         return place >= 0 and self._ranges[place][0] <= begin and end <= self._ranges[place][1]
 
     def forget(self, weight: Tensor) -> None:
-        """Give back the memory of a weight that lies in a mapped file; the file is read again should anybody ask for it."""
+        """Give back the memory of a weight in a mapped file; a later access reads the file again."""
         if weight.device.type == "cpu" and weight.is_contiguous():
             self.forget_bytes(weight.data_ptr(), weight.nbytes)
 
     def forget_bytes(self, address: int, size: int) -> None:
-        """Give back the memory of all whole pages of some bytes, if they lie in a mapped file."""
+        """Give back the whole pages of an address range, if it lies in a mapped file."""
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end and self.covers(begin, end):
             advise(begin, end - begin, DONT_NEED)
 
     def forget_all(self, module: nn.Module) -> None:
-        """Give back the memory of every weight of a module that lies in a mapped file."""
+        """Give back the memory of every weight of a module in a mapped file."""
         for weight in module.parameters():
             self.forget(weight)
 
 
 def forget_libraries() -> None:
-    """Give back the pages of shared libraries that were only read, mostly once, while they were loaded.
+    """Give back the pages of shared libraries that were only read, mostly once, during loading.
 
-    They come again from their files where they are needed. A mapping that may be written to, or with a page that was, stays.
+    A later access reads them from their files again. A mapping that is writable, or has a written page, stays.
     """
     if not ON_LINUX:
         return
@@ -70,7 +70,7 @@ def forget_libraries() -> None:
 
 
 class StackedRows:
-    """Weights one below the other, read some rows at a time; what was read leaves memory if it lies in one of ``files``."""
+    """Stacked weights, read some rows at a time; rows that were read leave memory if they lie in one of ``files``."""
 
     def __init__(self, weights: Sequence[Tensor], files: MappedFiles | None) -> None:
         self._weights = [weight.detach() for weight in weights]
@@ -78,7 +78,7 @@ class StackedRows:
         self.shape = sum(map(len, weights)), weights[0].shape[1]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """A copy ``[n, in]`` of rows ``[start, stop)``."""
+        """Copy rows ``[start, stop)``: ``[n, in]``."""
         begin, parts = 0, []
         for weight in self._weights:
             parts.append(weight[max(rows.start - begin, 0) : max(rows.stop - begin, 0)])
@@ -92,10 +92,11 @@ class StackedRows:
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Forget what was read of libraries, before and after; inside, what is freed in large parts goes back to the system at once.
+    """Return memory to the system while a model is loaded.
 
-    With the end goes what else is free. glibc otherwise keeps freed memory for allocations of the same size; so it does again
-    afterwards, but less than by its own rule.
+    The pages of libraries are given back before and after. Inside, large freed blocks go to the system at once, and all other
+    free memory at the end. glibc otherwise keeps freed memory for allocations of the same size. It does so again afterwards, but
+    keeps less than by its default rule.
     """
     forget_libraries()
     library = c_library()
@@ -114,7 +115,7 @@ def giving_back() -> Iterator[None]:
 
 @contextmanager
 def trimmed() -> Iterator[None]:
-    """Around what fills much memory once: what is free at its end is returned to the system."""
+    """Return free memory to the system after a body that fills much memory once."""
     try:
         yield
     finally:
@@ -122,6 +123,6 @@ def trimmed() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Return what the allocator keeps for later to the system, where that can be asked for."""
+    """Return the allocator's free memory to the system, where it supports that."""
     if ON_LINUX and hasattr(c_library(), "malloc_trim"):
         c_library().malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Experts of a decoder layer as products, and how tokens choose among them, told by trying."""
+"""Experts of a decoder layer as matmuls, and their router, recognised by trying."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -17,18 +17,18 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class RoutedMLP(NamedTuple):
-    """A router that chooses by a softmax, and experts with gates."""
+    """Router with a softmax, and gated experts."""
 
     router: Any
     experts: Any
     activation: Activation
     is_normed: bool
-    """The weights of the experts that are chosen make 1."""
+    """True if the weights of a token's experts sum to 1."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, router: nn.Module, experts: nn.Module) -> Self | None:
-        """``None`` if they are of another kind."""
+        """Recognise a router and its experts; ``None`` if they compute something else."""
         own: Any = experts
         if not (getattr(own, "has_gate", False) and not own._is_expert_parallel and hasattr(router, "top_k")):
             return None
@@ -58,7 +58,7 @@ class RoutedMLP(NamedTuple):
         return size
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of normed states ``[T, H]``, and their weights, ``[T, chosen]``."""
+        """Return the experts of normed states ``[T, H]`` and their weights, ``[T, chosen]``."""
         scores = linear(x, self.router.weight, getattr(self.router, "bias", None)).float().softmax(dim=-1)
         weights, ids = scores.topk(self.router.top_k, dim=-1)
         if self.is_normed:
@@ -66,12 +66,12 @@ class RoutedMLP(NamedTuple):
         return ids, weights.to(x.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """By transformers' own experts."""
+        """Compute the MLP with transformers' own experts."""
         mixed: Tensor = self.experts(x, *self.choose(x))
         return mixed
 
     def rows(self, name: str) -> list[Tensor]:
-        """The weights of all experts, ``[out, in]`` each, gates before what they gate."""
+        """Return the weights of all experts, ``[out, in]`` each, gate before up."""
         weight = self.experts.get_parameter(name).detach()
         matrices = weight.transpose(1, 2) if self.experts.is_transposed else weight
         if name == WEIGHTS[0] and not self.experts.is_concatenated:
@@ -79,7 +79,7 @@ class RoutedMLP(NamedTuple):
         return list(matrices)
 
     def bias(self, name: str) -> Tensor | None:
-        """Biases of all experts, in the same order."""
+        """Return the biases of all experts, in the order of :meth:`rows`."""
         if not self.experts.has_bias:
             return None
         bias: Tensor = self.experts.get_parameter(f"{name}_bias").detach()
@@ -88,13 +88,13 @@ class RoutedMLP(NamedTuple):
         return bias.reshape(-1)
 
     def fits(self, weights: Weights) -> bool:
-        """Whether products take their sizes, each expert being a part of one."""
+        """Return whether the kernels support the experts' sizes, each expert being a part of one weight."""
         sizes = 2 * self.inner, self.router.weight.shape[1]
         alike = all(native.fits(self.rows(name)[0], weights) for name in WEIGHTS)
         return alike and native.fits(self.router.weight, "bf16") and not any(size % BLOCK for size in sizes)
 
     def products(self, weights: Weights, files: MappedFiles | None) -> tuple[Product, Product, Routing[Product]]:
-        """Copies of the weights of all experts, and of the router, which stays bf16."""
+        """Copy the weights of all experts and of the router, which stays bf16."""
 
         def make(name: str) -> Product:
             own_files = None if self.experts.is_transposed else files
@@ -112,7 +112,7 @@ def _clamped(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def _activation(experts: Any) -> Activation | None:
-    """What the gates of experts go through, if the kernels have it."""
+    """Return the activation of experts, if the kernels have it."""
     x = torch.linspace(-9, 9, 64).view(2, 32).to(experts.down_proj)
     gate, up = x.chunk(2, dim=-1) if experts.is_concatenated else (x[:, ::2], x[:, 1::2])
     choices: dict[Activation, Callable[[], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Models without memory for their weights, which are assigned later."""
+"""Construction of models without memory for their weights, which are assigned later."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,11 +16,10 @@ _state = local()
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Parameters of modules that this thread makes inside are on the meta device, and tied to no other; buffers are real.
+    """Put the parameters of modules that this thread makes in the body on the meta device, untied; buffers are real.
 
-    Made under ``torch.device("meta")`` instead buffers would have to be made again, and operations that PyTorch computes there in
-    Python import its compiler, with 70 MiB. transformers' ``no_init_weights`` would leave a process without initial values for
-    good when two threads are in it at once.
+    With ``torch.device("meta")`` buffers would have to be made again, and some operations would import PyTorch's compiler, with
+    70 MiB. transformers' ``no_init_weights`` disables initialisation in the process for good if two threads use it at once.
     """
     _watch_parameters()
     before = getattr(_state, "unfilled", False)
@@ -34,7 +33,7 @@ def unfilled() -> Iterator[None]:
 
 @cache
 def _watch_parameters() -> None:
-    """Once and for good: other threads may be going over the hooks."""
+    """Register the hook once for the whole process, because other threads may be iterating over the hooks."""
     register_module_parameter_registration_hook(_emptied)  # type: ignore[arg-type]
 
 
@@ -45,7 +44,7 @@ def _emptied(_: nn.Module, __: str, own: nn.Parameter) -> nn.Parameter | None:
 
 
 class _NothingToFill(TorchFunctionMode):
-    """Operations in place leave a tensor without memory as it is. PyTorch keeps such a mode to one thread."""
+    """Mode of one thread in which in-place operations leave a tensor without memory unchanged."""
 
     def __torch_function__(
         self,

@@ -1,1 +1,1 @@
-"""Target checkpoints in few bits: what they say, and their weights as plain numbers or as codes for the kernels."""
+"""Quantised target checkpoints: their configs, and their weights, decoded or as codes for the kernels."""

@@ -1,9 +1,9 @@
-"""compressed-tensors checkpoints read by their files: plain weights, by the names that an unquantised checkpoint has.
+"""Decode compressed-tensors checkpoints from their files into plain weights with the names of an unquantised checkpoint.
 
-transformers decodes the layers of a model that it built. That leaves out experts which the file has one by one and the model as
-one matrix, and weights that two trees of modules share, since codes have other names than what is tied. Plain weights have none
-of these difficulties: transformers stacks, renames and ties them as always. What rounds the inputs of linear layers is put back
-afterwards. Stacked experts take their inputs as they are: transformers has no rounding for them.
+transformers decodes layer by layer in a model that it built. That fails for experts which the file stores one by one and the
+model as one matrix, and for weights that two module trees share, because codes have other names than the tied weights. With
+plain weights transformers stacks, renames and ties as always. The quantisation of layer inputs is restored afterwards. Stacked
+experts do not quantise their inputs, because transformers has no such operation for them.
 """
 
 import re
@@ -26,19 +26,19 @@ _SINGLE = re.compile(rf"{EXPERT.pattern}|.+\.experts\.\d+\.w[123]")
 _ROUNDING = re.compile(r"(input|output)_(scale|zero_point|global_scale)")
 
 Opened = Mapping[str, Any]
-"""Names of tensors, with the open safetensors file of each."""
+"""Open safetensors files by the names of their tensors."""
 
 
 @dataclass(frozen=True)
 class Twins:
-    """Two trees of modules over the same weights, by their prefixes. What ends in ``own`` each of them has for itself."""
+    """Two module trees over the same weights, by their prefixes. Tensors whose names end in ``own`` are not shared."""
 
     first: str
     second: str
     own: str
 
     def shared(self, name: str) -> str:
-        """The name of a weight, or of a module, in the first tree, if it is shared."""
+        """Return the name in the first tree of a weight or module, if it is shared."""
         if not name.startswith(self.second) or name.endswith(self.own):
             return name
         return self.first + name.removeprefix(self.second)
@@ -46,26 +46,26 @@ class Twins:
 
 @dataclass(frozen=True)
 class Decoded:
-    """``weights`` by name, and for each layer that had codes the scales that it rounds inputs with, if it has any."""
+    """Decoded ``weights`` by name, and for each quantised layer the scales of its inputs, if it has any."""
 
     weights: dict[str, Tensor]
     rounding: Mapping[str, Mapping[str, Tensor]]
 
 
 def has_experts(names: Iterable[str], part: str = "weight_scale") -> bool:
-    """Whether experts are coded one by one, or with ``part`` "weight" stored so."""
+    """Return whether experts are quantised one by one; with ``part`` "weight", whether they are stored one by one."""
     return any(name.endswith(f".{part}") and _SINGLE.fullmatch(name.removesuffix(f".{part}")) for name in names)
 
 
 def decode_tensors(
     opened: Opened, settings: Mapping[str, Any], dtype: torch.dtype, twins: Twins | None = None
 ) -> Decoded:
-    """Decode a checkpoint's codes to ``dtype``, weights that ``twins`` share once; the others stay as they are.
+    """Decode a checkpoint's quantised weights to ``dtype``, those that ``twins`` share once; others stay as they are.
 
-    CheckpointError if parts of a layer's codes are missing.
+    Raise CheckpointError if parts of a quantised layer are missing.
     """
     config = _config(settings)
-    layers: dict[str, dict[str, str]] = defaultdict(dict)  # parts of each layer, with their names in the file
+    layers: dict[str, dict[str, str]] = defaultdict(dict)  # names in the file of each layer's parts
     for name in opened:
         shared = name if twins is None else twins.shared(name)
         if shared != name and shared in opened:
@@ -88,7 +88,7 @@ def decode_tensors(
 
 
 def stack_experts(weights: dict[str, Tensor]) -> None:
-    """Put ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]`` in the place of weights of single experts."""
+    """Replace the weights of single experts by ``gate_up_proj [E, 2I, H]`` and ``down_proj [E, H, I]``."""
     found: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for name in weights:
         if match := EXPERT.fullmatch(name.removesuffix(".weight")):
@@ -112,7 +112,7 @@ def round_inputs(
     rounding: Mapping[str, Mapping[str, Tensor]],
     twins: Twins | None = None,
 ) -> None:
-    """Let linear layers that had codes round their inputs as ``settings`` say, by the library's forward."""
+    """Let layers that were quantised quantise their inputs as ``settings`` say, with the library's forward."""
     from compressed_tensors.quantization import apply_quantization_config
 
     def shared(name: str) -> str:
@@ -131,16 +131,14 @@ def round_inputs(
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Make decoded layers plain ones again where nothing is left to do, and have all weights in the model's dtype.
+    """Turn decoded layers into plain ones, and cast all weights to the model's dtype.
 
-    Of the rest only what rounds inputs stays, as buffers: parameters are what the model computes with.
+    Layers that quantise inputs keep what they need for that, as buffers; parameters are weights only.
     """
     from compressed_tensors.offload import remove_dispatch
     from compressed_tensors.quantization import QuantizationMetadata
 
-    remove_dispatch(
-        model, onload_tensors=True
-    )  # the library reads weights through a cache, which nothing can be set in
+    remove_dispatch(model, onload_tensors=True)  # the library reads weights through a read-only cache
     for module in model.modules():
         scheme: Any = getattr(module, "quantization_scheme", None)
         if scheme is None:
@@ -192,7 +190,7 @@ def _decode_layer(layer: str, stored: Mapping[str, Tensor], config: "Quantizatio
 
 
 def _scheme(layer: str, config: "QuantizationConfig") -> "QuantizationScheme":
-    """The scheme of a layer that has codes: one that has its name, one whose pattern it matches, or that of linear layers."""
+    """Return the scheme of a quantised layer: by its exact name, by a matching pattern, or by its layer type."""
     from compressed_tensors.utils.match import match_name
 
     ways: list[Callable[[str], bool]] = [

@@ -1,6 +1,6 @@
-"""GPTQ and AWQ: matrices of a few bits packed into int32, read from a checkpoint's files and decoded without their libraries.
+"""GPTQ and AWQ: matrices of few bits packed into int32, read from a checkpoint's files and decoded without their libraries.
 
-Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a scale and a zero for a group of inputs of an output.
+Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a scale and a zero for each group of inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,26 +16,26 @@ from torch import Tensor
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.files import weight_files
 
-_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ puts each of eight neighbouring outputs
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ's order of eight neighbouring outputs
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 Stored = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """One of the two formats: what of it cannot be read, and how a matrix ``[out, in]`` (fp32) comes out of its parts."""
+    """Packed format: ``check`` refuses unsupported settings, ``decode`` makes a matrix ``[out, in]`` (fp32) from its parts."""
 
     check: Callable[[Mapping[str, Any]], None]
     decode: Callable[[Stored, Mapping[str, Any]], Tensor]
 
 
 def folder_of(path: str | Path) -> Path:
-    """Where the weights of a folder or hub name are."""
+    """Return the folder with the weights of a folder or hub name."""
     return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
 
 
 def open_tensors(path: str | Path) -> dict[str, Any]:
-    """The names of a folder's or hub name's tensors, with the open file of each."""
+    """Open the files of a folder or hub name; return them by the names of their tensors."""
     where: dict[str, Any] = {}
     try:
         for file in weight_files(folder_of(path)):
@@ -49,7 +49,7 @@ def open_tensors(path: str | Path) -> dict[str, Any]:
 def dense_tensors(
     path: str | Path, form: PackedFormat, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder or hub name by its name: packed ones decoded to ``dtype``, the others as they are."""
+    """Yield every tensor of a folder or hub name with its name: packed ones decoded to ``dtype``, the others as they are."""
     where = open_tensors(path)
     for name in where:
         stem, _, part = name.rpartition(".")
@@ -65,16 +65,16 @@ def dense_tensors(
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes ``[rows, columns · 32 / bits]`` of int32 ``[rows, columns]``, lowest bits first."""
+    """Unpack codes ``[rows, columns · 32 / bits]`` from int32 ``[rows, columns]``, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
     return codes.flatten(-2)
 
 
 def gptq_parts(stored: Stored, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[out, in]`` and zeros ``[groups, out]`` of a matrix, and the group ``[in]`` of each input if they are in order."""
+    """Return codes ``[out, in]`` and zeros ``[groups, out]`` of a matrix, and each input's group ``[in]`` in default order."""
     codes = unpack(stored["qweight"].T.contiguous(), settings["bits"])
-    first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the older format stores zeros less one
+    first = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the older format stores zeros minus one
     zeros = unpack(stored["qzeros"], settings["bits"]) + first
     return codes, zeros, torch.arange(codes.shape[1]) // (codes.shape[1] // len(stored["scales"]))
 
@@ -97,7 +97,9 @@ def _decode_awq(stored: Stored, _: Mapping[str, Any]) -> Tensor:
 def _check_gptq(settings: Mapping[str, Any]) -> None:
     form = settings.get("checkpoint_format") or "gptq"
     others = [name for name, own in (settings.get("dynamic") or {}).items() if own and not name.startswith("-:")]
-    if settings.get("bits") not in (2, 4, 8) or form not in ("gptq", "gptq_v2") or others:  # "-:" is not quantised
+    if (
+        settings.get("bits") not in (2, 4, 8) or form not in ("gptq", "gptq_v2") or others
+    ):  # "-:" marks unquantised modules
         raise UnsupportedModelError(
             f"GPTQ weights of {settings.get('bits')} bits in the format {form!r}"
             f"{', other modules having other ones' if others else ''}, are not read; volley reads 2, 4 and "
@@ -118,4 +120,4 @@ FORMATS: Mapping[str, PackedFormat] = {
     "gptq": PackedFormat(_check_gptq, _decode_gptq),
     "awq": PackedFormat(_check_awq, _decode_awq),
 }
-"""By ``quant_method``."""
+"""Packed formats by ``quant_method``."""

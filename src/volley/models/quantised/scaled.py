@@ -1,7 +1,7 @@
-"""FP8 as DeepSeek stores it, read from a checkpoint's files: e4m3 codes, with a scale for a block of a matrix or for all of it.
+"""FP8 in DeepSeek's form, read from a checkpoint's files: e4m3 codes, with a scale for each block of a matrix or for all of it.
 
-transformers decodes these too, but divides a matrix into as many equal blocks as it has scales. Blocks are of 128 × 128, and
-those at the edges smaller: in a matrix of 192 rows the second block has 64, in DeepSeek-V3's latent projection of 576 the fifth.
+transformers decodes these too, but divides a matrix into equal blocks, as many as it has scales. In fact blocks are 128 × 128
+and smaller at the edges. The second block of 192 rows has 64 rows; so has the fifth of DeepSeek-V3's latent projection (576).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ _OF_INPUTS = ("activation_scale", "input_scale")
 
 
 def decoded_float8(path: str | Path, settings: Mapping[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a folder or hub name by its name: codes decoded to ``dtype``, the others as they are, but for scales of
-    inputs, which are left out."""
+    """Yield every tensor of a folder or hub name with its name: codes decoded to ``dtype``, the others as they are, without the
+    scales of inputs."""
     where = open_tensors(path)
     scales = {f"{name}{ending}" for name in where for ending in _ENDINGS}
     for name, file in where.items():
@@ -43,12 +43,12 @@ def decoded_float8(path: str | Path, settings: Mapping[str, Any], dtype: torch.d
 
 
 def _decode(name: str, codes: Tensor, scales: Tensor, block: Sequence[int] | None) -> Tensor:
-    """``[..., out, in]`` in fp32."""
+    """Decode codes to ``[..., out, in]`` in fp32."""
     scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
     rows, columns = codes.shape[-2:]
     if scales.numel() == 1:
         return codes.float() * scales.view(())
-    if block is None:  # one for each matrix of a stack, or for each output
+    if block is None:  # a scale for each matrix of a stack, or for each output
         shape = (*codes.shape[:-2], rows if scales.numel() % rows == 0 else 1, 1)
     else:
         shape = (*codes.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))

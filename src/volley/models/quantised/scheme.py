@@ -1,7 +1,7 @@
-"""Quantised checkpoints: what their configs say, and transformers' model with its weights decoded.
+"""Quantised checkpoints: their configs, and transformers' model with its weights decoded.
 
-Weights become dense numbers of the model's dtype, so every method runs on every device, in the memory of the dense model. A
-layer that rounds its inputs too goes on doing so, by the ``forward`` that the library gave it.
+Weights are decoded to the model's dtype, so every method runs on every device, in the memory of the dense model. A layer that
+quantises its inputs continues to, with the ``forward`` of the method's library.
 """
 
 import re
@@ -37,7 +37,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "gptq": (),
     "awq": (),
 }
-"""The methods (``quant_method`` of a config) that volley loads, and the packages that each needs."""
+"""Methods (``quant_method`` of a config) that volley loads, and the packages that each needs."""
 _CONVERTERS = {
     "modelopt": "convert it with compressed-tensors' ModelOptNvfp4Converter",
     "modelopt_fp4": "convert it with compressed-tensors' ModelOptNvfp4Converter",
@@ -49,32 +49,32 @@ _FURTHER_TOKENS, _LAYER = re.compile(r"(^|\.)mtp\w*\."), re.compile(r"(^|\.)laye
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint is quantised; ``settings`` is the ``quantization_config`` of its config."""
+    """Quantisation of a checkpoint; ``settings`` is the ``quantization_config`` of its config."""
 
     method: str
     settings: Mapping[str, Any]
 
     @property
     def weights(self) -> str:
-        """Bits, type and groups of the weights."""
+        """Description of the weights: bits, type and groups."""
         return "; ".join(dict.fromkeys(_DESCRIBE[self.method](self.settings)))
 
     @property
     def inputs(self) -> str:
-        """How the inputs of quantised layers are rounded; empty: they are not."""
+        """Description of the quantisation of layer inputs; empty if there is none."""
         if self.method != "compressed-tensors":
             return ""
         return "; ".join(dict.fromkeys(_arguments(group["input_activations"]) for group in _rounding(self.settings)))
 
     @property
     def left_out(self) -> Sequence[str]:
-        """Modules that are not quantised, or patterns of their names."""
+        """Names, or patterns of names, of modules that are not quantised."""
         keys = ("ignore", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
         return [str(name) for key in keys for name in self.settings.get(key) or ()]
 
 
 def quantisation_of(config: Any) -> Quantisation | None:
-    """What a config says of its weights; ``None`` if they are plain. An error says which method cannot be loaded, and why."""
+    """Return the quantisation that a config names, or ``None``. An error names an unsupported method and the reason."""
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
@@ -124,10 +124,10 @@ def load_model(
     twins: Twins | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """``kind.from_pretrained`` with quantised weights decoded. ``kind`` is a class of models of transformers, or an auto class.
+    """Call ``kind.from_pretrained`` with quantised weights decoded. ``kind`` is a model class of transformers, or an auto class.
 
-    ``twins`` are two trees of modules over the same weights, of which compressed-tensors' codes are decoded once.
-    Raises ``CheckpointError`` if weights are missing, or left over: transformers only warns, and runs with random ones.
+    ``twins`` are two module trees over the same weights, whose compressed-tensors codes are decoded once. Raise
+    ``CheckpointError`` if weights are missing or left over; transformers would only warn and use random ones.
     """
     quantisation = quantisation_of(config)
     options |= {"dtype": dtype, "config": config, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -143,8 +143,8 @@ def load_model(
 
 
 def _predicts_further_tokens(key: str, config: PretrainedConfig) -> bool:
-    """Whether a weight is of layers for multi-token prediction, by the names that checkpoints give them: "mtp", or layers behind
-    the model's last. transformers knows the numbers of some published ones only."""
+    """Return whether a weight belongs to layers for multi-token prediction: it has "mtp" in its name, or a layer number beyond
+    the model's last. transformers knows these numbers for some published models only."""
     text: Any = config.get_text_config()
     further, layer = getattr(text, "num_nextn_predict_layers", None) or 0, _LAYER.search(key)
     return bool(_FURTHER_TOKENS.search(key)) or (
@@ -155,9 +155,9 @@ def _predicts_further_tokens(key: str, config: PretrainedConfig) -> bool:
 def check_loaded(
     path: str | Path, config: PretrainedConfig, report: Mapping[str, Any], *, with_scales_of_kv: bool = False
 ) -> None:
-    """Refuse a checkpoint of other weights than the model's, by what transformers reports of loading it.
+    """Refuse a checkpoint whose weights differ from the model's, by transformers' loading report.
 
-    Layers that predict further tokens are left unused, and scales of K/V too, as volley keeps these itself.
+    Layers for multi-token prediction are not used. Neither are scales of K/V, because volley quantises K/V itself.
     """
     unused = {key for key in report["unexpected_keys"] if _predicts_further_tokens(key, config)}
     if unused:
@@ -209,7 +209,7 @@ def _load_compressed(
 
 def _load_mxfp4(kind: Any, path: str | Path, _: Quantisation, options: dict[str, Any], __: Twins | None) -> Loaded:
     model, report = kind.from_pretrained(path, quantization_config=Mxfp4Config(dequantize=True), **options)
-    return model.to(model.dtype), report  # experts come in bf16
+    return model.to(model.dtype), report  # experts are loaded in bf16
 
 
 def _load_bitsandbytes(
@@ -228,7 +228,7 @@ def _load_packed(
     state = dict(tensors)
     zeros = {name for name, value in state.items() if name.endswith(".bias") and not value.any()}
     model, report = _load_plain(kind, path, state, options)
-    # AutoGPTQ stored a bias for every layer, of zeros where the model has none
+    # AutoGPTQ stores a bias for every layer, zeros if the model has none
     return model, {**report, "unexpected_keys": set(report["unexpected_keys"]) - zeros}
 
 
@@ -238,9 +238,9 @@ def _dtype(options: Mapping[str, Any]) -> torch.dtype:
 
 
 def _load_plain(kind: Any, path: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Loaded:
-    """A model of weights that are decoded already, or stored plain: transformers casts them, some to fp32.
+    """Load a model from decoded or unquantised weights; transformers casts them, some to fp32.
 
-    Single experts are stacked where transformers has no rule for it.
+    Single experts are stacked if transformers does not do it.
     """
     config, dtype = options["config"], _dtype(options)
     options.pop("device_map", None)
@@ -259,14 +259,14 @@ def _load_plain(kind: Any, path: str | Path, state: dict[str, Tensor], options: 
 
 
 def take_generation_config(model: PreTrainedModel, path: str | Path) -> None:
-    """Give a model the one that its checkpoint has, if it has any."""
+    """Set a model's generation config to the checkpoint's, if it has one."""
     if model.can_generate():
         with suppress(OSError):
             model.generation_config = type(model.generation_config).from_pretrained(path)
 
 
 def _class_of(kind: Any, config: PretrainedConfig) -> Any:
-    """The class that an auto class chooses."""
+    """Return the class that an auto class chooses."""
     mapping = getattr(kind, "_model_mapping", None)
     return kind if mapping is None else mapping[type(config)]
 
@@ -289,12 +289,12 @@ def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _rounding(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups of compressed-tensors' settings that round inputs."""
+    """Return the groups of compressed-tensors' settings that quantise inputs."""
     return [group for group in _groups(settings) if group.get("input_activations")]
 
 
 def _arguments(of: Mapping[str, Any]) -> str:
-    """One of compressed-tensors' sets of arguments."""
+    """Describe one of compressed-tensors' sets of arguments."""
     scale = str(of.get("strategy") or "tensor").replace("_", " ")
     size = f" of {of['group_size']}" if of.get("group_size") else ""
     blocks = f" of {' × '.join(map(str, of['block_structure']))}" if of.get("block_structure") else ""

@@ -1,9 +1,9 @@
-"""Codes of a quantised checkpoint, handed to the int8 and int4 kernels as they are.
+"""Codes of a quantised checkpoint, passed unchanged to the int8 and int4 kernels.
 
-The kernels' int8 has a scale for each output or for 32 inputs of it, int4 one for 64 or 32; neither has zero points. So they
-can have the codes of GPTQ and of compressed-tensors' ``pack-quantized`` and ``int-quantized`` weights if these are symmetric, in
-the order of the inputs, and of scales for so many inputs or for several times as many; those for 32 are fp16. Weights of other
-layers and formats are decoded, and rounded anew.
+The kernels' int8 has a scale for each output or for 32 of its inputs, int4 one for 64 or 32 inputs; neither has zero points. So
+they support GPTQ and compressed-tensors' ``pack-quantized`` and ``int-quantized`` weights that are symmetric, in the order of the
+inputs, with groups of these sizes or multiples of them; scales for 32 inputs are fp16. Weights of other layers and formats are
+decoded and quantised again.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ Stored = Mapping[str, Tensor]
 
 
 def agreeing(quantisation: Quantisation) -> Weights | None:
-    """The kernels that can have the codes of most layers, by what the config says."""
+    """Return the weight format whose kernels support the codes of most layers, by the config."""
     settings = quantisation.settings
     if quantisation.method == "gptq":
         size = settings.get("group_size", 128)
@@ -48,14 +48,14 @@ def _of_group(group: Mapping[str, Any], form: object) -> Weights | None:
 
 
 def _kernels(bits: object, size: int | None) -> Weights | None:
-    """The kernels for codes of so many bits with a scale for ``size`` inputs, or for all."""
+    """Return the weight format of codes of ``bits`` with a scale for ``size`` inputs (``None``: for all)."""
     if bits not in (4, 8) or (size is not None and size % PACK):
         return None
     return "int4" if bits == 4 else "int8"
 
 
 def attach(model: nn.Module, folder: Path, quantisation: Quantisation, weights: Weights) -> int:
-    """Let linear layers know their stored codes, if ``weights`` are of that kind; returns how many do. Read when asked for."""
+    """Attach readers of stored codes to linear layers if ``weights`` has the checkpoint's format; return how many got one."""
     if agreeing(quantisation) != weights:
         return 0
     decode = _decode_gptq if quantisation.method == "gptq" else _decode_compressed
@@ -101,7 +101,7 @@ def _decode_gptq(settings: Mapping[str, Any], bits: int, stored: Stored) -> Code
 
 
 def _fitted(codes: Tensor, scales: Tensor, bits: int) -> Codes | None:
-    """Codes ``[out, in]`` with scales ``[out, groups]`` as the kernels have them, where a group is a whole number of theirs."""
+    """Return codes ``[out, in]`` with scales ``[out, groups]`` in the kernels' groups, if each group is a multiple of theirs."""
     inputs, groups = codes.shape[1], scales.shape[1]
     size, fine = inputs // groups, scales.half()
     if bits == 8 and groups == 1:

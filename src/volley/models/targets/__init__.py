@@ -1,1 +1,1 @@
-"""Targets: found, loaded, and run on volley's pages of K/V and states."""
+"""Targets: locate them, load them, and run them on volley's pages of K/V and states."""

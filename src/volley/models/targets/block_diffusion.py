@@ -1,4 +1,4 @@
-"""What the engine has to know of a block-diffusion language model; its families are in ``models/targets/diffusion.py``."""
+"""Properties of a block-diffusion language model that the engine needs; ``models/targets/families.py`` lists the families."""
 
 from dataclasses import dataclass, field
 
@@ -7,27 +7,27 @@ from volley.types import DiffusionParams
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion:
-    """A family, or one model of it."""
+    """Properties of a family, or of one of its models."""
 
     mask_token_id: int | None
-    """The noise; ``None``: uniform random tokens."""
+    """Token that stands for noise; ``None``: noise is uniform random tokens."""
     is_aligned: bool = False
-    """Canvases begin at multiples of their length, prompt included; what the prompt has of the first one is given."""
+    """True if canvases begin at multiples of their length, prompt included. The first canvas may begin with prompt tokens."""
     is_shifted: bool = False
-    """Row i of the logits predicts token i + 1, as in an autoregressive model."""
+    """True if row i of the logits predicts token i + 1, as in an autoregressive model."""
     has_causal_context: bool = False
-    """K/V of what is committed are made causally; otherwise each block sees itself both ways."""
+    """True if the K/V of committed tokens are computed causally; otherwise attention within a block is bidirectional."""
     writes_causally: bool = False
-    """Row i of a causal pass predicts token i + 1, so that the same weights also write one token after the other."""
+    """True if row i of a causal pass predicts token i + 1, so that the model can also decode autoregressively."""
     symmetric_window: bool = False
-    """A canvas's token sees a window's ``W`` positions before it and ``W`` after it, ``2 W + 1`` in all, as in vLLM's account of
-    DiffusionGemma. Otherwise it sees what transformers shows it: the canvas, and the window of the canvas's first token."""
+    """True if a canvas token sees ``W`` positions before it and ``W`` after it, as in vLLM's description of DiffusionGemma.
+    Otherwise it sees the canvas and the window of the canvas's first token, as in transformers."""
     defaults: DiffusionParams
-    """Of the family, with the block length that the checkpoint names."""
+    """Settings of the family, with the block length that the checkpoint names."""
     own: DiffusionParams = field(default_factory=DiffusionParams)
-    """What ``block_diffusion`` in the config says instead."""
+    """Settings of ``block_diffusion`` in the config, which override ``defaults``."""
 
     @property
     def settings(self) -> DiffusionParams:
-        """``own`` over ``defaults``; what each mode makes of them is in ``procedures/make.py``."""
+        """Return ``defaults`` overridden by ``own``; ``procedures/make.py`` interprets them for each mode."""
         return self.own.over(self.defaults)

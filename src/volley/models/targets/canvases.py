@@ -1,4 +1,4 @@
-"""Which checkpoints denoise canvases, by their ``config.json``, and which of them a drafter can serve."""
+"""Recognise by ``config.json`` checkpoints that denoise canvases, and those that a drafter can serve."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ _REFUSED = {
 
 
 def config_values(path: str | Path) -> dict[str, Any]:
-    """What ``config.json`` says; nothing for a GGUF file, or if it cannot be read, as the loader of causal LMs says why."""
+    """Return the values of ``config.json``; none for a GGUF file or an unreadable config, which the causal LM loader reports."""
     path = find_target(path)
     if is_gguf(path):
         return {}
@@ -32,12 +32,12 @@ def config_values(path: str | Path) -> dict[str, Any]:
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
-    """The ``model_type`` in lower case."""
+    """Return the ``model_type`` in lower case."""
     return str(values.get("model_type", "")).lower()
 
 
 def canvases(values: Mapping[str, Any]) -> str | None:
-    """Whose canvases a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
+    """Describe the canvases that a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
     kind = kind_of(values)
     if family_of(kind) is not None or kind in _REFUSED or kind == LLADA2_TYPE:
         return f"those of {kind}"
@@ -45,7 +45,7 @@ def canvases(values: Mapping[str, Any]) -> str | None:
 
 
 def read_kind(path: str | Path) -> tuple[dict[str, Any], str]:
-    """:func:`config_values`, and the kind that they name. Refuses a diffusion language model that volley cannot load."""
+    """Return :func:`config_values` and their model type. Refuse a diffusion language model that volley cannot load."""
     values = config_values(path)
     kind = kind_of(values)
     if kind in _REFUSED:
@@ -62,7 +62,7 @@ def read_kind(path: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def check_causal(path: str | Path, kind: str) -> None:
-    """Refuse what is no causal LM: a diffusion language model with a mode in which a drafter serves it passes."""
+    """Refuse a diffusion language model, unless a drafter can serve it in one of its modes."""
     family = family_of(kind)
     if family is not None and family.undrafted is not None:
         raise UnsupportedModelError(

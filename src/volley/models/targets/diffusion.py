@@ -1,4 +1,4 @@
-"""Block-diffusion language models: the settings of their families, and how their checkpoints are recognised and loaded."""
+"""Block-diffusion language models: the settings of their families, and the loaders of their checkpoints."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from volley.native import TargetWeights
 from volley.types import DiffusionParams, Strategy
 
 SELF_STRATEGY: Strategy = "low_confidence_static"
-"""Self-speculation drafts whole canvases."""
+"""Strategy of self-speculation, which drafts whole canvases."""
 
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
 _MASKED = ("threshold", "sub_block", "edit_threshold")
 _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
-"""Settings of models whose canvases begin with mask tokens, and of those whose begin with random tokens: the others read none."""
+"""Settings that only models with mask tokens read, and settings that only models with random tokens read."""
 
 
 def load_target(
@@ -39,12 +39,12 @@ def load_target(
     tensor_parallel: bool = False,
     drafted: bool = False,
 ) -> Target:
-    """A target from a folder or the hub: a causal LM, or a diffusion language model, by the ``model_type`` of its config.
+    """Load a target from a folder or the hub: a causal LM or a diffusion language model, by the ``model_type`` of its config.
 
-    A loaded target is returned as it is; ConfigError if ``weights`` or ``tensor_parallel`` say how it is to be loaded.
-    A causal LM whose config has ``block_diffusion`` is both kinds. ``reference-diffusion`` is the bundled one.
-    ``tensor_parallel`` divides a causal LM over the processes of torchrun (:mod:`volley.models.targets.sharded`).
-    With ``drafted`` one that no drafter serves is refused before its weights are read.
+    A loaded target is returned as it is; ``weights`` and ``tensor_parallel`` then raise ConfigError. A causal LM whose config has
+    ``block_diffusion`` decodes both ways. ``reference-diffusion`` is the bundled diffusion model. ``tensor_parallel`` divides a
+    causal LM over the processes of torchrun (:mod:`volley.models.targets.sharded`). With ``drafted``, a target that no drafter
+    can serve is refused before its weights are read.
     """
     if isinstance(path, Target):
         if weights != "auto" or tensor_parallel:
@@ -53,7 +53,9 @@ def load_target(
             )
         return path
     if tensor_parallel:
-        from volley.models.targets.sharded import ShardedTarget  # which loads torch's distributed tensors
+        from volley.models.targets.sharded import (
+            ShardedTarget,
+        )  # imported here, because it loads torch's distributed tensors
 
         _check_divisible(find_target(path))
         return ShardedTarget.from_pretrained(path, dtype, device, weights)
@@ -77,16 +79,16 @@ def load_target(
 
 
 def _check_divisible(path: str | Path) -> None:
-    """Refuse to divide a diffusion language model, with its own reason."""
+    """Refuse to divide a diffusion language model."""
     _, kind = read_kind(path)
     if family_of(kind) is not None:
         raise UnsupportedModelError(
-            f"{path} is a {kind} model, whose canvases one process denoises; leave tensor_parallel out"
+            f"{path} is a {kind} model, which tensor_parallel does not support; leave tensor_parallel out"
         )
 
 
 def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
-    """The family with what ``block_diffusion`` of a config says: the mask of a model of both kinds, and defaults of requests."""
+    """Return the family with the settings of a config's ``block_diffusion``: the mask token of a joint model, and defaults."""
     family, is_joint = target.diffusion or JOINT, target.diffusion is None
     masked = "with the mask_token_id, a token of the model, and" if is_joint else "without a mask, with"
     remedy = f'{path}: "block_diffusion" in config.json must be an object {masked} defaults of requests'
@@ -110,7 +112,7 @@ def _as_told(path: str | Path, own: Any, target: Target) -> BlockDiffusion:
 
 
 def refuse_unread(settings: DiffusionParams, family: BlockDiffusion) -> None:
-    """Refuse settings that are for the other kind of models: ConfigError."""
+    """Refuse with ConfigError settings that a model with this kind of noise does not read."""
     renoises = family.mask_token_id is None
     begins = f"its canvases begin with {'random' if renoises else 'mask'} tokens"
     if settings.strategy is not None and (settings.strategy == "entropy_renoise") != renoises:
@@ -138,7 +140,7 @@ def _load_denoised(
 
 
 def _as_saved(family: BlockDiffusion, values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> BlockDiffusion:
-    """The family with the mask token and the block length that the checkpoint names."""
+    """Return the family with the mask token and the block length of the checkpoint."""
     mask = values.get("mask_token_id")
     mask = tokenizer.mask_token_id if mask is None else mask
     lengths = [values[key] for key in _LENGTH_KEYS if isinstance(values.get(key), int)]

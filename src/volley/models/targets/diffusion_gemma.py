@@ -1,8 +1,8 @@
-"""DiffusionGemma on volley's pages: tokens that are read and tokens that are denoised go through one stack in one pass.
+"""DiffusionGemma on volley's pages: context tokens and canvas tokens go through one stack of layers in one pass.
 
 transformers has two module trees over the same weights, an *encoder* (causal, writes K/V) and a *decoder* (bidirectional, with
 self-conditioning). Their layers differ in one buffer, ``layer_scalar``. Here the encoder's layers run for all rows, and each row
-has the scalar of its mode. Rows that come with feedback are the decoder's.
+uses the scalar of its mode. Rows with feedback are the decoder's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,16 +44,16 @@ _DEFAULTS = DiffusionParams(
 
 
 class _Turns:
-    """Cosines and sines of rotary embeddings. On a CPU they are looked up by position, which is cheaper than computing them."""
+    """Cosines and sines of rotary embeddings. A CPU looks them up by position, which is cheaper than computing them."""
 
     def __init__(self, rotary: Any, kinds: Iterable[str], *, are_kept: bool) -> None:
-        """``kinds`` of layers have embeddings of their own. ``are_kept`` is false if a token's depends on others."""
+        """Take the layer types ``kinds`` with their own embeddings. ``are_kept`` is false if tokens depend on each other."""
         self._rotary, self._kinds, self._are_kept = rotary, sorted(set(kinds)), are_kept
         self._tables: tuple[int, dict[str, tuple[Tensor, Tensor]]] = 0, {}
-        """Of so many positions, set together: engines that share a target may run in several threads."""
+        """Tables and their number of positions, set together: engines that share a target may run in several threads."""
 
     def __call__(self, states: Tensor, positions: Tensor, end: int | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each ``[1, T, d]`` for ``states [1, T, H]`` at ``positions [1, T]``, which are all before ``end`` if that is known."""
+        """Return ``[1, T, d]`` for ``states [1, T, H]`` at ``positions [1, T]``, all below ``end`` if that is known."""
         if end is None or not self._are_kept:
             return self._compute(states, positions)
         size, tables = self._tables
@@ -86,7 +86,7 @@ class DiffusionGemma(Target):
         self._scalars = [(reads.layer_scalar, denoises.layer_scalar) for reads, denoises in pairs]
         text = model.config.get_text_config()
         self._one_pass = Lock()
-        """Layers hold the scalars of one pass, and engines that share a target may run in several threads."""
+        """Lock of a pass: layers hold the scalars of one pass, and engines that share a target may run in several threads."""
         self._kinds: list[str] = text.layer_types[: len(pairs)]
         are_kept = next(model.parameters()).device.type == "cpu" and not turns_by_length(model.config)
         self._turns = _Turns(self._encoder.rotary_emb, self._kinds, are_kept=are_kept)
@@ -111,7 +111,7 @@ class DiffusionGemma(Target):
         taps: Taps | None = None,
         states: RecurrentPass | None = None,
     ) -> Tensor:
-        """Logits ``[R, V]`` (fp32) at batch rows ``rows [R]``; K/V of the whole batch end in ``store``."""
+        """Return logits ``[R, V]`` (fp32) at batch rows ``rows [R]``, and store the K/V of the whole batch in ``store``."""
 
         assert self.diffusion is not None
         symmetric = self.diffusion.symmetric_window
@@ -134,7 +134,7 @@ class DiffusionGemma(Target):
         return self.head(found[0, rows])
 
     def _condition(self, hidden: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor | bool]:
-        """The inputs ``hidden [T, H]``, with canvases' feedback, and which rows are canvases' ``[T]``, or whether all are."""
+        """Add the canvases' feedback to ``hidden [T, H]``; also return the mask ``[T]`` of canvas rows, or one bool for all."""
         denoised = np.zeros(len(batch), dtype=np.bool_)
         told = list[Tensor]()
         for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
@@ -151,12 +151,12 @@ class DiffusionGemma(Target):
         return hidden, upload(denoised, self.device)
 
     def _condition_some(self, hidden: Tensor, denoised: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
-        """The same where only the device knows which rows are canvases': all of them are computed both ways."""
+        """Compute all rows both ways and select on the device, because the host does not know which rows are canvases'."""
         conditioned = self._decoder.self_conditioning(hidden[None], signal.to(hidden.dtype)[None])[0]
         return torch.where(denoised[:, None], conditioned, hidden), denoised
 
     def _encode(self, states: Tensor, positions: Tensor, end: int | None, call: AttentionCall) -> Tensor:
-        """Normed states ``[1, T, H]`` after all layers. The encoder's own forward makes masks and a cache for the same."""
+        """Return normed states ``[1, T, H]`` after all layers, without the masks and the cache of the encoder's own forward."""
         turns = self._turns(states, positions, end)
         for layer, kind in zip(self._encoder.layers, self._kinds, strict=True):
             states = layer(states, position_embeddings=turns[kind], volley_call=call)
@@ -164,13 +164,13 @@ class DiffusionGemma(Target):
         return normed
 
     def _set_scalars(self, denoised: Tensor | bool) -> None:
-        """Give each row of the next pass the scalar of its mode: ``denoised [T]`` rows, all, or none, have the decoder's."""
+        """Set the scalar of each row for the next pass: the decoder's for the rows ``denoised [T]``, for all, or for none."""
         for layer, (reads, denoises) in zip(self._encoder.layers, self._scalars, strict=True):
             if isinstance(denoised, bool):
                 scalar = denoises if denoised else reads
             else:
                 scalar = torch.where(denoised[None, :, None], denoises, reads)
-            layer._buffers["layer_scalar"] = scalar  # a module's own way of setting it takes as long as a small product
+            layer._buffers["layer_scalar"] = scalar  # the module's __setattr__ takes as long as a small matmul
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` (fp32, capped) of normed hidden states ``[T, H]``."""
@@ -178,7 +178,7 @@ class DiffusionGemma(Target):
         return super().head(hidden).float().div_(cap).tanh_().mul_(cap)
 
     def feedback(self, logits: Tensor) -> Tensor:
-        """The mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
+        """Return the mean embedding ``[L, H]`` under the distribution of ``logits [L, V]``."""
         weight = self._decoder.embed_tokens.weight
         dtype = weight.dtype
         if dtype == logits.dtype:
@@ -200,14 +200,14 @@ class DiffusionGemma(Target):
         )
         target = cls(model.to(where).eval(), load_tokenizer(path))
         whole = model.model
-        whole.decoder.layers = nn.ModuleList()  # the encoder's run for both, and weights of both may be held twice
+        whole.decoder.layers = nn.ModuleList()  # the encoder's layers serve both, and the decoder may hold copies
         whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused
         accelerate(model, release=True)
         return target
 
 
 def _defaults(model: DiffusionGemmaForBlockDiffusion) -> DiffusionParams:
-    """The checkpoint's own settings, over those of transformers."""
+    """Return the checkpoint's own settings over transformers' defaults."""
     own = model.generation_config
     sampler = own.sampler_config
     said = DiffusionParams(

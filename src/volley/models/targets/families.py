@@ -1,7 +1,7 @@
-"""Families of block-diffusion language models by ``model_type``: one table, which other packages add to.
+"""Table of the families of block-diffusion language models by ``model_type``, which other packages extend.
 
 A package registers its family in a function that its ``pyproject.toml`` names under the entry points ``volley.families``. All
-commands then take its checkpoints.
+commands then accept its checkpoints.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from volley.models.targets.target import Target
 
 Loader = Callable[[str | Path, "torch.dtype", "str | torch.device"], "Target"]
-"""``load(path, dtype, device)`` returns the target in a folder, its family in :attr:`Target.diffusion`."""
+"""Load the target in a folder: ``load(path, dtype, device)``; it sets :attr:`Target.diffusion`."""
 
 ENTRY_POINTS = "volley.families"
 
@@ -38,39 +38,39 @@ FAST_DLLM = BlockDiffusion(
     writes_causally=True,
     defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
 )
-"""Fast-dLLM v2: as SDAR, but row i of the logits is for token i + 1, in a causal pass too: that is its block of one token."""
+"""Fast-dLLM v2: like SDAR, but row i of the logits predicts token i + 1, also in a causal pass, which is a block of one token."""
 LLADA2 = BlockDiffusion(
     mask_token_id=156895,
     is_aligned=True,
     defaults=DiffusionParams(canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9),
 )
-"""LLaDA2.1: as SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
+"""LLaDA2.1: like SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
 JOINT = BlockDiffusion(
     mask_token_id=0,
     has_causal_context=True,
     writes_causally=True,
     defaults=DiffusionParams(canvas_length=8, strategy="low_confidence_dynamic", threshold=0.9),
 )
-"""A causal LM that was also taught to fill masks (TiDAR, arXiv 2511.08923): finished text stays causal, and canvases begin
-anywhere. Its config says so in ``block_diffusion``: ``mask_token_id``, and the defaults of requests by their names."""
+"""Causal LM that was also trained to fill masks (TiDAR, arXiv 2511.08923): committed text stays causal, and canvases begin
+anywhere. Its config has ``block_diffusion`` with ``mask_token_id`` and the defaults of requests by their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionFamily:
-    """One family: its rules, and how its checkpoints are loaded."""
+    """Family of models: its rules, and the loader of its checkpoints."""
 
     rules: BlockDiffusion | None
-    """``None``: ``load`` knows them."""
+    """Properties of the family; ``None``: ``load`` sets them."""
     architecture: str | None = None
-    """The ``model_type`` whose class in transformers has the weights; ``None``: the family's own, known to ``AutoModel``."""
+    """``model_type`` of the transformers class for the weights; ``None``: the family's own, registered with ``AutoModel``."""
     load: Loader | None = None
-    """Loads a checkpoint in place of transformers' ``AutoModelForCausalLM``."""
+    """Loader of a checkpoint that replaces transformers' ``AutoModelForCausalLM``."""
     undrafted: str | None = None
-    """Why no drafter serves the family; ``None`` if one does, in the mode ``autoregressive``."""
+    """Reason why no drafter can serve the family; ``None`` if one can, in the mode ``autoregressive``."""
 
 
 def _load_diffusion_gemma(path: str | Path, dtype: "torch.dtype", device: "str | torch.device") -> "Target":
-    from volley.models.targets.diffusion_gemma import DiffusionGemma  # which loads many modules of transformers
+    from volley.models.targets.diffusion_gemma import DiffusionGemma  # it loads many modules of transformers
 
     return DiffusionGemma.from_folder(path, dtype, device)
 
@@ -95,12 +95,12 @@ def register_family(
     architecture: str | None = None,
     load: Loader | None = None,
 ) -> None:
-    """Let every command and :class:`volley.Engine` take checkpoints of ``model_type``, whose canvases follow ``rules``.
+    """Register ``model_type``, so that every command and :class:`volley.Engine` take its checkpoints; canvases follow ``rules``.
 
-    The weights are read by ``load(path, dtype, device)``, or by transformers: as those of ``architecture``, or by the class that
-    ``AutoModelForCausalLM.register`` was given for the model type. Attention must go through transformers'
-    ``AttentionInterface``. A model of which row i predicts token i gets no drafter (``writes_causally`` is false); it drafts for
-    itself. Raises :class:`ConfigError` if the model type is one of volley's own.
+    ``load(path, dtype, device)`` reads the weights. Without it transformers does, with the class of ``architecture`` or the class
+    that ``AutoModelForCausalLM.register`` was given for the model type. Attention must go through transformers'
+    ``AttentionInterface``. A model whose row i predicts token i takes no drafter (``writes_causally`` is false); it drafts for
+    itself. Raise :class:`ConfigError` if the model type is one of volley's own.
     """
     kind = model_type.lower()
     if kind in _OWN:
@@ -127,6 +127,6 @@ def family_names() -> list[str]:
 
 @cache
 def _register_installed() -> None:
-    """Call the functions of installed packages, once."""
+    """Call the registering functions of installed packages, once."""
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()()

@@ -1,7 +1,6 @@
-"""What a target's folder must hold: a config, weights whose files are there and whole, and a tokenizer.
+"""Checks of a target's folder: a config, complete weight files, and a tokenizer.
 
-Looked at before anything is built, so that what is wrong is said of the file that it is wrong with. Names of the hub are left
-to its client.
+They run before anything is built, so an error names the faulty file. The hub's client checks hub names.
 """
 
 import re
@@ -14,14 +13,14 @@ from volley.files import read_json, weight_files
 from volley.models.checkpoints.formats import detect
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-"""What a model on the hub may be called: a name, mostly behind its owner's."""
+"""Pattern of a hub name: the owner, mostly, and the model's name."""
 _POINTER = b"version https://git-lfs"
 _PICKLES = "pytorch_model*.bin"
 _TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
 
 def check_config_file(path: str | Path) -> None:
-    """Refuse a file, a folder that is not there or has no ``config.json``; CheckpointError says what to give instead."""
+    """Refuse a file, a missing folder, or one without ``config.json``; CheckpointError says what to give instead."""
     folder = Path(path)
     if folder.is_file():
         raise CheckpointError(
@@ -52,13 +51,13 @@ def check_config_file(path: str | Path) -> None:
 def _is_drafter(folder: Path) -> bool:
     try:
         detect(read_json(folder / "config.json"))
-    except CheckpointError:  # of another model, or no JSON, of which transformers says more
+    except CheckpointError:  # another model's config, or no JSON, which transformers reports better
         return False
     return True
 
 
 def file_problems(path: str | Path) -> list[str]:
-    """What is wrong with a folder's weight and tokenizer files, a line each."""
+    """Return the problems of a folder's weight and tokenizer files, one line each."""
     folder = Path(path)
     if not folder.is_dir():
         return []
@@ -88,7 +87,7 @@ def _weight_problems(folder: Path) -> list[str]:
 
 
 def _damage(file: Path) -> str | None:
-    """What is wrong with a safetensors file; opening it checks its length against its header."""
+    """Return the problem of a safetensors file, if any; opening it checks its length against its header."""
     try:
         with file.open("rb") as opened:
             if opened.read(len(_POINTER)) == _POINTER:

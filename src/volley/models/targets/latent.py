@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2 and V3, Kimi) on pages of latents, with the model as it is.
+"""Multi-head latent attention (DeepSeek-V2 and V3, Kimi) on pages of latents, with the model unchanged.
 
-Keys and values of all heads are products of one latent c of each token, beside a rotary key r that all heads share. The model
-expands them: ``k = [W_K c, r]`` and ``v = W_V c`` of each head. Here W_K goes into the query and W_V behind attention:
+Keys and values of all heads are projections of one latent c of each token; a rotary key r is shared by all heads. The model
+expands them: ``k = [W_K c, r]`` and ``v = W_V c`` of each head. Here the query absorbs W_K, and W_V is applied after attention:
 
     q · k = [W_Kᵀ q, q_r] · [c, r]        Σ p v = W_V Σ p c
 
-So a page holds ``[c, r]`` once for all heads, and it is key and value at the same time. A hook on the norm of c notes c, and r is
-the end of any head's key. The model still expands new tokens, and the result is not used.
+So a page holds ``[c, r]`` once for all heads, as key and value at the same time. A hook on the norm of c captures c, and r is the
+end of any head's key. The model still expands new tokens; that result is not used.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _NONE = torch.empty(0)
 
 
 class LatentAttention:
-    """Turns the queries and keys of one layer into those of latents, and the outputs back."""
+    """Map the queries and keys of one layer to latents, and the outputs back."""
 
     def __init__(self, module: Any) -> None:
         self._project: nn.Module = module.kv_b_proj
@@ -37,7 +37,7 @@ class LatentAttention:
         self._latents = output
 
     def serves(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-        """Whether latents give the same as expanded keys and values, ``[1, heads, T, d]``; the first pass compares them."""
+        """Return whether latents give the result of expanded keys and values ``[1, heads, T, d]``; the first pass compares."""
         if self._agrees is None:
             own, shared = self.absorb(query, key)
             expected, found = (
@@ -50,7 +50,7 @@ class LatentAttention:
         return self._agrees
 
     def absorb(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries ``[1, heads, T, r + rope]`` and keys ``[1, 1, T, r + rope]`` of ``[1, heads, T, d]``."""
+        """Return queries ``[1, heads, T, r + rope]`` and keys ``[1, 1, T, r + rope]`` for those of ``[1, heads, T, d]``."""
         to_keys, _ = self._matrices()
         own = torch.einsum("bhtn,hnr->bhtr", query[..., : self._own], to_keys)
         latents = self._latents.view(1, 1, -1, self._rank)
@@ -60,14 +60,14 @@ class LatentAttention:
         )
 
     def expand(self, mixed: Tensor) -> Tensor:
-        """Outputs ``[1, T, heads, v]`` of mixed latents ``[1, T, heads, r + rope]``."""
-        if self._agrees is not None:  # nothing more is asked of latents, which may keep a graph's memory
+        """Return outputs ``[1, T, heads, v]`` of mixed latents ``[1, T, heads, r + rope]``."""
+        if self._agrees is not None:  # the latents are no longer needed, and may hold a graph's memory
             self._latents = _NONE
         _, to_values = self._matrices()
         return torch.einsum("bthr,hvr->bthv", mixed[..., : self._rank], to_values)
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        """W_K ``[heads, nope, r]`` and W_V ``[heads, v, r]``, read out of the module that computes the projection."""
+        """Extract W_K ``[heads, nope, r]`` and W_V ``[heads, v, r]`` from the projection module by projecting unit vectors."""
         if self._weights is None:
             unit = torch.eye(self._rank, dtype=self._latents.dtype, device=self._latents.device)
             both = self._project(unit).T.reshape(-1, self._own + self._values, self._rank)
@@ -77,9 +77,9 @@ class LatentAttention:
 
 
 def attach_latents(model: nn.Module) -> None:
-    """Give the attention modules of latents a :class:`LatentAttention`, as ``volley_latent``.
+    """Give attention modules with latents a :class:`LatentAttention`, as ``volley_latent``.
 
-    A layer that rounds the latents before it expands them keeps its expanded keys and values.
+    A layer that quantises the latents before it expands them keeps its expanded keys and values.
     """
     for module in model.modules():
         if not all(hasattr(module, name) for name in _NAMES):

@@ -1,4 +1,4 @@
-"""Models, configs and tokenizers from wherever they lie: a Hugging Face folder, the hub, a GGUF file, or bundled."""
+"""Loaders of models, configs and tokenizers from a Hugging Face folder, the hub, a GGUF file, or volley's bundle."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ log = logging.getLogger("volley")
 def reading(
     path: str | Path, what: str, remedy: str = "give a hub name or a folder with config.json"
 ) -> Iterator[None]:
-    """Turn errors of transformers and safetensors, which are of many kinds, into a CheckpointError: ``what`` cannot be read."""
+    """Turn the many errors of transformers and safetensors into a CheckpointError: ``what`` cannot be read."""
     try:
         yield
     except VolleyError:
@@ -63,9 +63,9 @@ def reading(
 
 
 def load_config(path: str | Path, *, causal: bool = False) -> PretrainedConfig:
-    """The config of a target; no weights are read. Of a diffusion language model it is that of the weights' architecture.
+    """Load the config of a target without its weights. A diffusion language model gets the config of its weights' architecture.
 
-    With ``causal`` one that no drafter serves is refused (:func:`check_causal`).
+    With ``causal`` a target that no drafter can serve is refused (:func:`check_causal`).
     """
     path = find_target(path)
     if is_gguf(path):
@@ -91,7 +91,7 @@ def load_config(path: str | Path, *, causal: bool = False) -> PretrainedConfig:
 
 
 def _known_type(path: str | Path) -> str | None:
-    """What to do with a config whose type transformers does not know, but whose class it does: Kimi-K2's is DeepSeek-V3's."""
+    """Return the remedy for a config whose type transformers does not know, but whose class it does, such as Kimi-K2's."""
     file = Path(path) / "config.json"
     named: list[Any] = (read_json(file).get("architectures") if file.exists() else None) or []
     kind = next((own for own, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if named == [name]), None)
@@ -100,7 +100,7 @@ def _known_type(path: str | Path) -> str | None:
 
 @contextmanager
 def _unknown_refused(path: str | Path, remedy: str) -> Iterator[None]:
-    """Left to itself transformers asks on the terminal whether to run the code that a checkpoint brings."""
+    """Turn transformers' errors about unknown types, and about a checkpoint's own code, into UnsupportedModelError."""
     try:
         yield
     except ValueError as error:
@@ -116,7 +116,7 @@ def _unknown_refused(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' auto class for a config: the one of causal LMs, or that of vision-language models, used for their text."""
+    """Return transformers' auto class for a config: causal LMs, or vision-language models, which are used for their text."""
     kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     return next((kind for kind in kinds if type(config) in kind._model_mapping), AutoModelForCausalLM)
 
@@ -127,7 +127,7 @@ def load_causal_lm(
     attention: str | None = None,
     device: torch.device = _CPU,
 ) -> PreTrainedModel:
-    """A causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or what transformers takes."""
+    """Load a causal LM in ``dtype`` on ``device``, quantised weights decoded, with ``attention`` or transformers' default."""
     path = find_target(path)
     with bar_of_a_long_load():
         if is_gguf(path):
@@ -144,9 +144,9 @@ def load_causal_lm(
 def _mapped(
     kind: Any, path: str | Path, config: PretrainedConfig, dtype: torch.dtype | str, attention: str | None
 ) -> PreTrainedModel | None:
-    """A model whose weights are a checkpoint's tensors as they lie in the mapped files; None where transformers must convert.
+    """Load a model whose weights are the tensors of mapped files; ``None`` if transformers must convert them.
 
-    It does what transformers' loader does for weights that only need a place, without the compiler that this imports.
+    transformers' loader would give the same model, but imports a compiler for it.
     """
     classes = [kind._model_mapping[type(config)].__name__] if type(config) in kind._model_mapping else []
     is_plain = config.architectures == classes and quantisation_of(config) is None and isinstance(dtype, torch.dtype)
@@ -171,7 +171,7 @@ def _mapped(
 
 @contextmanager
 def bar_of_a_long_load() -> Iterator[None]:
-    """transformers' bar of weights, on a terminal and from two seconds on only; it goes when they are loaded."""
+    """Show transformers' progress bar of weights on a terminal, after two seconds, until they are loaded."""
 
     def bar(make: Any, arguments: Any, options: Any) -> Any:
         return make(*arguments, **{**options, "delay": 2.0, "leave": False, "disable": None})
@@ -184,7 +184,7 @@ def bar_of_a_long_load() -> Iterator[None]:
 
 
 def choose_weights(path: str | Path, weights: TargetWeights, device: torch.device, dtype: torch.dtype) -> Weights:
-    """How the weights of a target are kept: for "auto" as codes if most of a GGUF file are and the kernels run here."""
+    """Return the format of a target's weights: for "auto" that of a quantised GGUF file if the kernels run here."""
     if weights == "auto":
         usable = native.available and device.type == "cpu" and dtype == torch.bfloat16
         return codes_for(GGUFFile(path)) if usable and is_gguf(path) else "bf16"
@@ -195,7 +195,7 @@ def choose_weights(path: str | Path, weights: TargetWeights, device: torch.devic
 def load_for_codes(
     path: str | Path, dtype: torch.dtype, weights: Weights, device: torch.device
 ) -> tuple[PreTrainedModel, Fill]:
-    """A causal LM whose ``weights`` will be codes or bf16, and what reads those that were not read yet."""
+    """Load a causal LM whose ``weights`` will be quantised or bf16, and a function that reads the weights not read yet."""
     if is_gguf(path) and device.type == "cpu" and dtype == torch.bfloat16:
         model, unread = open_model(path, dtype, weights)
         return model, unread.fill
@@ -208,9 +208,9 @@ def load_for_codes(
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
-    """Options of ``from_pretrained`` that read weights onto ``device``, not into the CPU's memory first.
+    """Return options of ``from_pretrained`` that read weights directly onto ``device``.
 
-    transformers needs accelerate for it; without that they take the way through the CPU.
+    transformers needs accelerate for this; without it the weights go through the CPU's memory.
     """
     return {"device_map": device} if device.type != "cpu" and find_spec("accelerate") else {}
 
@@ -220,9 +220,9 @@ _DRAFTER_FILES = ["*.json", "*.safetensors"]
 
 
 def announce_download(name: str | Path, files: Sequence[str] = _TARGET_FILES) -> None:
-    """Say how large the download of a hub's model is, before it begins; nothing for a path or for what is here already.
+    """Log the size of a hub model's download before it begins; nothing for a path or for a cached model.
 
-    Where the hub is not reached, whoever loads the model says so.
+    If the hub cannot be reached, the loader of the model reports it.
     """
     if Path(name).exists() or is_gguf(name) or not HUB_NAME.fullmatch(str(name)):
         return
@@ -238,7 +238,7 @@ def announce_download(name: str | Path, files: Sequence[str] = _TARGET_FILES) ->
 
 
 def drafter_path(name: str | Path) -> Path:
-    """The folder or file of a drafter: a path as it is, and a hub name's snapshot, fetched unless it is here already."""
+    """Return the folder or file of a drafter: a path as it is, or a hub name's snapshot, which is fetched unless cached."""
     path = Path(name)
     if path.exists() or is_gguf(path) or "/" not in str(name) or not HUB_NAME.fullmatch(str(name)):
         return path
@@ -250,7 +250,7 @@ def drafter_path(name: str | Path) -> Path:
 
 
 def _not_given(what: str, name: str | Path, error: Exception) -> CheckpointError:
-    """The error for a name that may be one of the hub's, or a folder's that is not there."""
+    """Return the error for a name that may be a hub name, or a missing folder."""
     reason = shorten(str(error), 120, placeholder=" …")
     return CheckpointError(
         f"{what} {str(name)!r} is no folder here and the hub does not give it ({reason}); check the name and the network, "
@@ -259,7 +259,7 @@ def _not_given(what: str, name: str | Path, error: Exception) -> CheckpointError
 
 
 def auto_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target. A diffusion language model's is as it was saved, not of the weights' architecture."""
+    """Load the tokenizer of a target; for a diffusion language model the saved one, not that of the weights' architecture."""
     path = find_target(path)
     if is_gguf(path):
         return load_gguf_tokenizer(path)

@@ -1,8 +1,8 @@
-"""Recurrent layers of transformers' models on volley's states: the modules run as they are; two of their functions are wrapped.
+"""Recurrent layers of transformers' models on volley's states: the modules are unchanged; two of their functions are wrapped.
 
-Each such layer calls a causal convolution and a rule that carries a state from token to token; short convolutions have no rule.
-Both are functions of the layer's Python module, looked up at each call. They are replaced by wrappers, once in a process. A
-wrapper calls the function that it wraps, unless a volley target is running a pass.
+Each recurrent layer calls a causal convolution and a rule that carries a state from token to token; short convolutions have no
+rule. Both are functions of the layer's Python module, looked up at each call. Wrappers replace them, once in a process. A wrapper
+calls the function that it wraps, unless a volley target is running a pass.
 """
 
 import functools
@@ -29,7 +29,7 @@ FAMILIES = frozenset(
         *("lfm2", "lfm2_moe"),  # short convolutions
     ]
 )
-"""Types of text models whose recurrent layers volley computes; each is compared with transformers' own tokens in the tests."""
+"""Types of text models whose recurrent layers volley computes; the tests compare each with transformers' own tokens."""
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 _WITH_RULE = RECURRENT_LAYERS - {"conv"}
 _REASONS = {
@@ -48,11 +48,11 @@ _REASONS = {
     "xlstm": "a recurrence of its own",
     "zaya": "a recurrence of its own",
 }
-"""Why models of some types are refused, by the type without "_text"."""
+"""Reasons for refusing models, by the type without "_text"."""
 
 
 class LayerPass(Protocol):
-    """Computes the recurrent layers of one pass; see ``memory/recurrent_pass.py``."""
+    """Computation of the recurrent layers of one pass; see ``memory/recurrent_pass.py``."""
 
     def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -64,7 +64,7 @@ _current: ContextVar[LayerPass | None] = ContextVar("recurrent_pass", default=No
 
 @contextmanager
 def running(own: LayerPass | None) -> Iterator[None]:
-    """Let ``own`` compute the recurrent layers of passes in the body."""
+    """Let ``own`` compute the recurrent layers of all passes in the body."""
     token = _current.set(own)
     try:
         yield
@@ -112,7 +112,7 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """``hidden_states [1, C, T]``, ``weight [C, K]``."""
+    """Convolve ``hidden_states [1, C, T]`` with ``weight [C, K]``."""
     outputs = current.convolve(hidden_states[0].T, weight, bias).to(hidden_states.dtype)
     if activation is not None:
         outputs = ACT2FN[activation](outputs)
@@ -130,7 +130,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Gated delta rule (``g [1, T, heads]``) and Kimi delta attention (``g [1, T, heads, keys]``)."""
+    """Compute the gated delta rule (``g [1, T, heads]``) or Kimi delta attention (``g [1, T, heads, keys]``)."""
     queries, keys, values, decays, betas = (x[0].float() for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         queries, keys = (x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6) for x in (queries, keys))
@@ -153,7 +153,7 @@ def _mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """``hidden_states [1, T, heads, d]``, ``dt [1, T, heads]``, ``A [heads]``, ``B, C [1, T, groups, n]``."""
+    """Scan ``hidden_states [1, T, heads, d]`` with ``dt [1, T, heads]``, ``A [heads]``, ``B, C [1, T, groups, n]``."""
     heads = hidden_states.shape[2]
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)[0].float()
@@ -172,7 +172,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 
 
 class LayoutProbe:
-    """Notes the shapes of the states of a model's layers; its outputs have the right shape and no meaning."""
+    """Recorder of the state shapes of a model's layers; its outputs have the right shape and no meaning."""
 
     def __init__(self) -> None:
         self._convolutions: list[tuple[int, int]] = []
@@ -187,13 +187,13 @@ class LayoutProbe:
         return values
 
     def layout(self, layer_types: list[str]) -> RecurrentLayout:
-        """The noted shapes; UnsupportedModelError if a recurrent layer has not called its convolution or its rule."""
+        """Return the recorded shapes; UnsupportedModelError if a recurrent layer has not called its convolution or its rule."""
         recurrent = [kind for kind in layer_types if kind in RECURRENT_LAYERS]
         with_rule = [kind for kind in recurrent if kind in _WITH_RULE]
         if len(self._convolutions) != len(recurrent) or len(self._rules) != len(with_rule):
             raise UnsupportedModelError(
                 f"{len(recurrent)} recurrent layers called {len(self._convolutions)} convolutions "
-                f"and {len(self._rules)} rules that volley knows, so that some states are beyond its reach; "
+                f"and {len(self._rules)} rules that volley knows, so volley cannot keep all of their states; "
                 "use a target whose layers are all attention"
             )
         return RecurrentLayout(tuple(self._convolutions), tuple(self._rules))

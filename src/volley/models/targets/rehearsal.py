@@ -1,4 +1,4 @@
-"""Passes over made-up text, with K/V of their own, which are timed for cost tables."""
+"""Passes over made-up text with their own K/V, which are timed for cost tables."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import KVStore, make_store
 
 CONTEXT = 128  # tokens of a short prompt
-_PAGE = 16  # tokens of a page: the usual number, because kernels are compiled anew for each
+_PAGE = 16  # tokens of a page: the default, because each size compiles its own kernels
 _MOST_RUNS = 8
-_LONG = 0.1  # seconds of timing after which no further run is made
-_ALIKE = 1.05  # two runs whose times differ by less were not interrupted
+_LONG = 0.1  # seconds after which timing ends
+_ALIKE = 1.05  # two runs whose ratio is below this were not interrupted
 
 
 def made_up(
@@ -26,9 +26,9 @@ def made_up(
     causal: bool,
     context: int,
 ) -> tuple[RaggedBatch, KVStore]:
-    """A batch of requests with ``lengths`` tokens, each behind ``context`` others, and a store for layers of ``shapes``.
+    """Make a batch of requests with ``lengths`` tokens, each after ``context`` others, and a store for layers of ``shapes``.
 
-    All have the same pages: what these hold is no matter, and pages of their own may be a hundred MiB.
+    All requests share the same pages, because their content does not matter and separate pages may take a hundred MiB.
     """
     table = BlockTable(_PAGE, range(-(-(context + max(lengths)) // _PAGE)))
     segments = [Segment(table, context, length, causal) for length in lengths]
@@ -37,7 +37,7 @@ def made_up(
 
 
 def context_of(lengths: Sequence[int], longest: int) -> int:
-    """Tokens before made-up segments of such ``lengths``: a short prompt, or what a text of ``longest`` tokens has room for."""
+    """Return the number of tokens before segments of ``lengths``: a short prompt, or less if ``longest`` limits it."""
     return min(CONTEXT, max(0, longest - max(lengths)))
 
 
@@ -48,10 +48,9 @@ def spread(tokens: int, requests: int) -> list[int]:
 
 @torch.inference_mode()
 def fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest run; runs are repeated until two were about equally fast, as other work may interrupt some.
+    """Return the seconds of the fastest run; runs are repeated until two are about equally fast, as others may be interrupted.
 
-    The first run, which may be slow, counts as well. A run ends when ``device`` has finished it: a GPU is still at work when its
-    launches return.
+    The first run counts, though it may be slow. A run ends when ``device`` has finished it, not when its launches return.
     """
     synchronise(device)
     times: list[float] = []

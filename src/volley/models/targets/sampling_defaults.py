@@ -1,4 +1,4 @@
-"""A model's own sampling defaults: what its generation_config.json or GGUF file says."""
+"""Sampling defaults of a model, from its generation_config.json or GGUF file."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ _NAMES = {
 def sampling_defaults(config: GenerationConfig | None) -> dict[str, Any]:
     """Return the fields of :class:`SamplingParams` that a model's generation config sets, without those that change nothing.
 
-    Raises :class:`ConfigError` where a value cannot be used.
+    Raise :class:`ConfigError` if a value cannot be used.
     """
     found = {own: getattr(config, name, None) for name, own in _NAMES.items()}
     given = {name: value for name, value in found.items() if value is not None}

@@ -1,9 +1,9 @@
-"""A target divided over the processes of torchrun (tensor parallelism): rank 0 decides, the other ranks follow.
+"""Target divided over the processes of torchrun (tensor parallelism): rank 0 decides, the other ranks follow.
 
 transformers divides the linear layers of a decoder, and with them the attention heads: every rank keeps the K/V of its own
-heads. Embedding and head of the model are whole on every rank, so that a drafter can use them on rank 0 alone. Rank 0 has the
-engine. Before it uses the target it says what (:class:`Allocate`, :class:`Forward`, :class:`Move`, :class:`Free`), and
-each of them does the same with its part.
+heads. Embedding and head of the model are whole on every rank, so that a drafter can use them on rank 0 alone. Rank 0 runs the
+engine. Before it uses the target it sends a command (:class:`Allocate`, :class:`Forward`, :class:`Move`, :class:`Free`), and
+every rank executes it on its part.
 """
 
 import atexit
@@ -54,7 +54,7 @@ _REMEDY = "use vLLM: volley serve --engine vllm MODEL --tensor-parallel-size N"
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make a store for K/V, known by a number."""
+    """Command to make a K/V store, identified by a number."""
 
     store: int
     kv_dtype: KVDtype
@@ -63,7 +63,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run the target over tokens whose K/V end in a store, or for ``None`` in one of ``num_slots`` that is then dropped."""
+    """Command to run the target with a K/V store, or for ``None`` with a temporary one of ``num_slots``."""
 
     segments: list[Segment]
     token_ids: list[int]
@@ -73,7 +73,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy K/V in a store from slots to others."""
+    """Command to copy K/V within a store from some slots to others."""
 
     store: int
     sources: list[int]
@@ -82,7 +82,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a store."""
+    """Command to drop a store."""
 
     store: int
 
@@ -91,13 +91,13 @@ Command = Allocate | Forward | Move | Free
 
 
 class ShardedTarget(Target):
-    """A target of which this process has one of several parts; made by :meth:`from_pretrained`."""
+    """Target of which this process holds one of several parts; made by :meth:`from_pretrained`."""
 
     is_regular = False
-    _is_loaded: ClassVar[bool] = False  # here, where the other ranks follow the first target to their end
+    _is_loaded: ClassVar[bool] = False  # in this process: the other ranks follow one target only
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """``model`` was divided by transformers, over all processes of the default group."""
+        """Take a ``model`` that transformers has divided over all processes of the default group."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._numbers, self._dropped = count(), list[int]()
@@ -116,10 +116,10 @@ class ShardedTarget(Target):
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
     ) -> Self:
-        """Load this rank's part of a folder or a hub name. On rank 0 it returns the target.
+        """Load this rank's part of a folder or a hub name. Rank 0 returns the target.
 
-        On the other ranks it does not return: they follow rank 0 to its end, and raise SystemExit then. Raises ConfigError or
-        UnsupportedModelError where the processes cannot divide such a model; ParallelError where another process was lost.
+        The other ranks do not return: they follow rank 0 to its end and then raise SystemExit. Raise ConfigError or
+        UnsupportedModelError if the processes cannot divide such a model, and ParallelError if another process was lost.
         """
         path, world = find_target(path), _world()
         if ShardedTarget._is_loaded:
@@ -179,7 +179,7 @@ class ShardedTarget(Target):
             return super().forward(batch, store, rows, taps, states)
 
     def close(self, destroy_group: bool = False) -> None:
-        """Let the other ranks end; the target can be used no more."""
+        """End the other ranks; the target cannot be used afterwards."""
         if self._is_closed:
             return
         with self._together():
@@ -196,10 +196,10 @@ class ShardedTarget(Target):
     # -- the other ranks -----------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def follow(self) -> None:
-        """Do what rank 0 says until it is done.
+        """Execute rank 0's commands until it ends.
 
-        Signals that ask a process to end are for rank 0: it may still have requests to finish. Raises ParallelError where it
-        was lost.
+        Signals to terminate are ignored here: rank 0 handles them, as it may still have requests to finish. Raise
+        ParallelError if rank 0 was lost.
         """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -216,7 +216,7 @@ class ShardedTarget(Target):
         return command
 
     def obey(self, command: Command, stores: dict[int, KVStore]) -> None:
-        """Do what rank 0 does with its part of ``stores``."""
+        """Execute a command of rank 0 on this rank's part of ``stores``."""
         match command:
             case Allocate(number, kv_dtype, num_slots):
                 stores[number] = super().make_store(kv_dtype, num_slots)
@@ -233,7 +233,7 @@ class ShardedTarget(Target):
     # -- all ranks -----------------------------------------------------------------------------------------------------
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Something that all ranks do. After an error in it they are out of step, and none can go on."""
+        """Guard work that all ranks do. After an error in it they are out of step, and none can continue."""
         if self._is_closed:
             raise ParallelError("the processes of this target have ended or are out of step; start them again")
         self._is_running = self._is_closed = True
@@ -250,12 +250,12 @@ class ShardedTarget(Target):
     def _check_running(self, *_: Any) -> None:
         if not self._is_running:
             raise ConfigError(
-                "this computes with the target on rank 0 alone, which has a part of it; use it without tensor_parallel"
+                "this computes with the target on rank 0 alone, which holds only a part of it; use it without tensor_parallel"
             )
 
 
 def _world() -> int:
-    """How many processes torchrun has started."""
+    """Return the number of processes that torchrun has started."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world < 2:
         raise ConfigError(
@@ -279,7 +279,7 @@ def _check_machine(device: torch.device, weights: TargetWeights) -> None:
 
 
 def _divisible_config(path: str | Path, world: int) -> PretrainedConfig:
-    """The config of a target whose layers alone are to be divided; an error for one that ``world`` processes cannot divide."""
+    """Return the config of a target whose layers are to be divided; an error if ``world`` processes cannot divide them."""
     if is_gguf(path):
         raise ConfigError(f"{path} is a GGUF file, which one process reads; give the folder that it was converted from")
     config = load_config(path)
@@ -313,13 +313,13 @@ def _divisible_config(path: str | Path, world: int) -> PretrainedConfig:
 
 
 def _sizes(text: Any) -> dict[str, int]:
-    """Numbers of a model that are divided, by their names in its config."""
+    """Sizes of a model that are divided, by their names in its config."""
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     return {name: getattr(text, name, None) or text.num_attention_heads for name in names}
 
 
 def _keep_local_weights(model: nn.Module) -> None:
-    """This rank's part of every weight as a plain tensor: passes without gradients use nothing else."""
+    """Replace every weight by this rank's part as a plain tensor; passes without gradients need nothing else."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if isinstance(weight, DTensor):

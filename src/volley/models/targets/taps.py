@@ -23,10 +23,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class Taps:
-    """Collects the output of each layer in ``layer_ids`` (-1: the input of the first) during a forward pass.
+    """Hooks that collect the output of each layer in ``layer_ids`` (-1: the input of the first) during a forward pass.
 
-    Use as a context manager, or keep it alive for as long as the hooks shall fire; ``take()`` returns what the last
-    forward left, ``[..., len(layer_ids) · H]`` in the order of ``layer_ids``, and forgets it.
+    The hooks fire until :meth:`close`, or until the end of a ``with`` block. :meth:`take` returns the states of the last forward
+    pass, ``[..., len(layer_ids) · H]`` in the order of ``layer_ids``, and clears them.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
@@ -50,18 +50,18 @@ class Taps:
             if states.dim() > 3:
                 raise UnsupportedModelError(
                     "a layer of this target has several streams of states (Gemma 3n), so no drafter can read them; leave "
-                    "the drafter out, and drafts are copied from the text"
+                    "the drafter out; volley then drafts by prompt lookup"
                 )
             self._states[index] = states
 
         return keep
 
     def leave(self, features: Tensor) -> None:
-        """What a forward pass that calls no layer leaves of them all: ``[T, len(layer_ids) · H]``."""
+        """Set the states ``[T, len(layer_ids) · H]`` after a forward pass that runs all layers in one call, without hooks."""
         self._left = features[None]
 
     def take(self) -> Tensor:
-        """What the last forward pass left, ``[..., len(layer_ids) · H]``; forgets it."""
+        """Return the states of the last forward pass, ``[..., len(layer_ids) · H]``, and clear them."""
         if self._left is not None:
             left, self._left = self._left, None
             return left

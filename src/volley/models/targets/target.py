@@ -1,6 +1,6 @@
-"""Any Hugging Face causal LM on volley's pages: the model runs as it is, only its attention function is volley's.
+"""Any Hugging Face causal LM on volley's pages: the model is unchanged, only its attention function is volley's.
 
-The function is registered once with transformers' ``AttentionInterface``; the batch reaches it through the model's keyword
+The function is registered once with transformers' ``AttentionInterface``. The batch reaches it through the model's keyword
 arguments, so nothing is global and one process can hold many targets.
 """
 
@@ -59,7 +59,7 @@ _REASONS = {
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     "mllama_text_model": "layers that attend to an image, which volley does not read",
 }
-"""Why models of some types are refused, by the type without "_text"."""
+"""Reasons for refusing models, by the type without "_text"."""
 
 
 def _volley_attention(
@@ -76,10 +76,10 @@ def _volley_attention(
     volley_call: AttentionCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
+    """Attend with transformers' signature: queries ``[1, heads, T, d]``, keys and values ``[1, kv_heads, T, d]``.
 
-    The store keeps keys and values in one width; the narrower ones are filled up with zeros, which changes no product. Layers of
-    latents (``models/targets/latent.py``) have one key for all heads, which is the value as well.
+    The store has one width for keys and values; the narrower ones are padded with zeros, which do not change the result. Layers
+    with latents (``models/targets/latent.py``) have one key for all heads, which is the value as well.
     """
     if volley_call is None:
         raise UnsupportedModelError(
@@ -88,7 +88,7 @@ def _volley_attention(
         )
     if attention_mask is not None:  # transformers makes none for this function
         raise UnsupportedModelError(
-            f"{type(module).__name__} gives attention a mask of its own, which volley would leave out. Use another target"
+            f"{type(module).__name__} gives attention a mask of its own, which volley would ignore. Use another target"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, sliding_window, softcap, s_aux)
@@ -105,16 +105,16 @@ def _volley_attention(
     return volley_call(layer, *rows, options)[None, ..., :width].contiguous(), None  # AfMoE calls view on it
 
 
-AttentionInterface.register("volley", _volley_attention)  # and no mask function: transformers then build no masks
+AttentionInterface.register("volley", _volley_attention)  # without a mask function, so transformers builds no masks
 
 
 class _ShapeProbe:
-    """Runs plain causal attention once and notes which layers called, their K/V shapes and windows."""
+    """Plain causal attention that records which layers call it, with their K/V shapes and windows."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}
         self.windowed, self.again = set[int](), set[int]()
-        """Layers with a window, and those that called more than once."""
+        """Layers with a window, and layers that called more than once."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         self.windowed |= set() if options.window is None else {layer}
@@ -126,7 +126,7 @@ class _ShapeProbe:
 
 
 class Ends(NamedTuple):
-    """What a family does to embeddings before its layers and to logits behind its head."""
+    """Scales and cap that a family applies to embeddings before its layers and to logits after its head."""
 
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -134,16 +134,16 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """By transformers' names in a config; :meth:`Target._fusion_agrees` finds a family that means something else."""
+        """Read transformers' names in a config; :meth:`Target._fusion_agrees` detects a family with another meaning."""
         found = {name: getattr(config, name, None) for name in cls._fields}
         return cls(**{name: float(value) for name, value in found.items() if isinstance(value, int | float)})
 
     def enter(self, embeddings: Tensor) -> Tensor:
-        """States ``[T, H]`` before the first layer."""
+        """Return the states ``[T, H]`` before the first layer."""
         return embeddings if self.embedding_multiplier == 1.0 else embeddings * self.embedding_multiplier
 
     def leave(self, logits: Tensor) -> Tensor:
-        """Logits ``[T, V]`` of a head's outputs, which are written over."""
+        """Return the logits ``[T, V]`` of a head's outputs, which are overwritten."""
         if self.logits_scaling != 1.0:
             logits = logits / self.logits_scaling
         if self.final_logit_softcapping is not None:
@@ -152,12 +152,12 @@ class Ends(NamedTuple):
 
 
 class Target:
-    """A causal LM whose K/V live in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
+    """Causal LM whose K/V are in a :class:`KVStore`; made by :meth:`from_pretrained` or around a loaded model."""
 
     can_be_tapped = True
-    """Whether a drafter can have the states of its layers."""
+    """True if a drafter can read the states of its layers."""
     takes_feedback = False
-    """Whether canvases are told of their last prediction (:meth:`feedback`)."""
+    """True if canvases get their last prediction as self-conditioning input (:meth:`feedback`)."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None = None,
         diffusion: BlockDiffusion | None = None,
     ) -> None:
-        """``diffusion`` makes it a block-diffusion language model."""
+        """Wrap a loaded ``model``; ``diffusion`` makes it a block-diffusion language model."""
         check_config(model.config)
         self.diffusion = diffusion
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.device = next(p.device for p in model.parameters() if p.device.type != "meta")
-        """Where it runs; weights that fused layers hold are on no device any more."""
+        """Device it runs on; the model's own copies of fused weights are on the meta device."""
         if self.device.type == "cuda":
             sum_in_fp32()
         self.attention = attention_for(self.device)
@@ -191,7 +191,7 @@ class Target:
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
         self._ends = Ends.of(text)
         self.fused: FusedDecoder | None = None
-        """All layers in one call, if they are fused and the model does nothing between them; used on pools that it reads."""
+        """All layers in one call, if they are fused and nothing is computed between them; used with supported K/V pools."""
         self._attach()
         self.kv_shapes, self.recurrent = self._probe()
         fused = FusedDecoder.of_layers(list(decoder_layers(model)))
@@ -201,7 +201,7 @@ class Target:
     def _attach(self) -> None:
         name = type(self.model).__name__
         given = signature(type(self.model).forward).parameters
-        self._keeps_rows = "logits_to_keep" in given  # else there are logits of every row
+        self._keeps_rows = "logits_to_keep" in given  # otherwise the model computes logits of every row
         if "position_ids" not in given:
             raise UnsupportedModelError(
                 f"{name} takes no position_ids: it counts the tokens of a cache of its own, which volley does not use. "
@@ -224,7 +224,7 @@ class Target:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[tuple[int, int]], RecurrentLayout]:
-        """K/V shape of each attention, and the recurrent states; refuses a model that keeps state anywhere else."""
+        """Return each attention's K/V shape and the recurrent layout; refuse a model that keeps state anywhere else."""
         text = self.model.config.get_text_config()
         types = list(getattr(text, "layer_types", None) or ["full_attention"] * self.num_layers)[: self.num_layers]
         probe, recurrent = _ShapeProbe(), LayoutProbe()
@@ -256,7 +256,7 @@ class Target:
 
     @property
     def is_regular(self) -> bool:
-        """Whether a pass launches the same operations for any tokens, if they are as many. Unknown layers are tried on a GPU."""
+        """Return whether a pass launches the same operations for any tokens of this number; a GPU tries unknown layers."""
         if self.recurrent or turns_by_length(self.model.config):
             return False
         is_known = is_linear(self._head) and all(map(is_gated_layer, decoder_layers(self.model)))
@@ -265,16 +265,16 @@ class Target:
     @cached_property
     @torch.inference_mode()
     def _waits(self) -> bool:
-        """Whether a pass waits for the GPU."""
+        """Return whether a pass waits for the GPU."""
         batch, store = made_up([5], self.kv_shapes, self.dtype, self.device, causal=True, context=0)
         rows = torch.arange(5, device=self.device)
         return launching.waits(lambda: self.forward(batch, store, rows), self.device)
 
     def use_long_factors(self) -> None:
-        """Let a longrope model have its long factors at every position, so that its whole context can be used.
+        """Use a longrope model's long factors at every position, so that its whole context can be used.
 
-        transformers computes one pass over a text beyond the original context so, and shorter ones with the short factors. Call
-        it before an engine is made. Raises UnsupportedModelError where there are no such factors.
+        transformers uses the long factors only for texts beyond the original context. Call this before an engine is made. Raise
+        UnsupportedModelError if the model has no long factors.
         """
         text = self.model.config.get_text_config()
         rotary: Any = getattr(self.model.get_decoder(), "rotary_emb", None)
@@ -285,57 +285,57 @@ class Target:
             )
         beyond = text.rope_parameters["original_max_position_embeddings"] + 1
         frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](text, self.device, seq_len=beyond)
-        rotary.original_inv_freq = frequencies  # what transformers goes back to for short texts
+        rotary.original_inv_freq = frequencies  # transformers restores these for short texts
         rotary.register_buffer("inv_freq", frequencies, persistent=False)
         self.context_length = _context_length(text, with_long_factors=True)
 
     @property
     def remedy_for_long_prompts(self) -> str:
-        """What can be done about a prompt that the context has no room for."""
+        """Return the remedy for a prompt that exceeds the context."""
         longest = _context_length(self.model.config.get_text_config(), with_long_factors=True)
         if longest <= self.context_length:
             return "shorten the prompt"
         return f"shorten the prompt, or have {longest} with long factors (--long-context, Target.use_long_factors)"
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Refuse a prompt that the model needs more for than its tokens."""
+        """Refuse a prompt for which the model needs more than its tokens."""
 
     def run_probe(self, token_ids: Tensor, positions: Tensor, call: AttentionCall) -> None:
-        """A pass over ``token_ids [1, T]`` whose attention is ``call``."""
+        """Run a pass over ``token_ids [1, T]`` whose attention is ``call``."""
         self.model(input_ids=token_ids, position_ids=positions, use_cache=False, volley_call=call)
 
     def feedback(self, logits: Tensor) -> Tensor | None:
-        """What a model with self-conditioning is told of its prediction ``logits [L, V]``: ``[L, H]``; ``None``: nothing."""
+        """Return the self-conditioning input ``[L, H]`` for the prediction ``logits [L, V]``; ``None`` if the model has none."""
         return None
 
     def make_store(self, kv_dtype: KVDtype, num_slots: int) -> KVStore:
-        """A store for its K/V of ``num_slots`` tokens."""
+        """Make a store for its K/V of ``num_slots`` tokens."""
         return make_store(kv_dtype, self.kv_shapes, num_slots, self.dtype, self.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Input embeddings ``[T, H]`` of ``token_ids [T]``."""
+        """Return input embeddings ``[T, H]`` of ``token_ids [T]``."""
         embeddings: Tensor = self._embedding(token_ids)
         return embeddings
 
     @property
     def ends_are_fused(self) -> bool:
-        """Whether the last norm and the head are kernels, too."""
+        """Return whether the last norm and the head are kernels, too."""
         norm: Any = self.model.get_decoder().norm
         return isinstance(vars(self._head).get("forward"), Product) and "forward" in vars(norm)
 
     @property
     def kept_head(self) -> Tensor | Product:
-        """The head's matrix ``[V, H]`` as it is in memory."""
+        """Return the head's matrix ``[V, H]`` as it is in memory, perhaps packed or quantised."""
         forward = vars(self._head).get("forward")
         return forward if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix ``[V, H]``; one that is laid out for the kernels is copied for it."""
+        """Return the head's matrix ``[V, H]`` as a tensor; a matrix packed for the kernels is copied."""
         return self.kept_head[: self.vocab_size]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits ``[T, V]`` of normed hidden states ``[T, H]``."""
+        """Return logits ``[T, V]`` of normed hidden states ``[T, H]``."""
         logits: Tensor = self._head(hidden)
         return logits
 
@@ -347,7 +347,7 @@ class Target:
         taps: Taps | None = None,
         states: RecurrentPass | None = None,
     ) -> Tensor:
-        """Logits ``[R, V]`` at batch rows ``rows [R]``; K/V of the whole batch end in ``store``, tapped states in ``taps``.
+        """Return logits ``[R, V]`` at batch rows ``rows [R]``; put the batch's K/V in ``store``, tapped states in ``taps``.
 
         ``states`` computes the recurrent layers, if there are any, from the states before each segment; without it every
         segment begins with zeros and leaves nothing.
@@ -387,7 +387,7 @@ class Target:
 
     @torch.inference_mode()
     def _fusion_agrees(self, decoder: FusedDecoder) -> bool:
-        """Whether logits come out as from the model's own forward: some scale them, or norm the states elsewhere."""
+        """Return whether logits equal those of the model's own forward; some models scale or norm elsewhere."""
         batch, store = made_up([5], self.kv_shapes, self.dtype, self.device, causal=True, context=0)
         if not decoder.serves(store):
             return False
@@ -404,9 +404,9 @@ class Target:
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
     ) -> Self:
-        """Load model and tokenizer from a folder, the hub or a GGUF file, or by the name of what is bundled.
+        """Load model and tokenizer from a folder, the hub or a GGUF file, or by the name of a bundled model.
 
-        On a CPU its products can compute with codes as ``weights``; "auto" takes them for a GGUF file of codes.
+        On a CPU ``weights`` can be quantised; "auto" keeps the quantised weights of a GGUF file.
         """
         path, device = find_target(path), usable_device(device)
         with giving_back(), ThreadPoolExecutor(1) as beside:
@@ -422,7 +422,7 @@ class Target:
 
 
 def _hidden_windows(model: PreTrainedModel, types: Sequence[str]) -> set[int]:
-    """Layers that see a window shorter than the context, by their ``types`` or by the masks that transformers would make."""
+    """Return layers with a window shorter than the context, by their ``types`` or by the masks that transformers would make."""
     text: Any = model.config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if not window or window >= _context_length(text):
@@ -435,7 +435,7 @@ def _hidden_windows(model: PreTrainedModel, types: Sequence[str]) -> set[int]:
 
 @contextmanager
 def reading_target(path: str | Path) -> Iterator[None]:
-    """Errors of reading a target from ``path``, with their remedies."""
+    """Turn errors of reading a target from ``path`` into volley's errors with their remedies."""
     with reading(path, "the target", f"give a hub name or a folder with {TARGET_FILES}"):
         try:
             yield
@@ -450,7 +450,7 @@ def reading_target(path: str | Path) -> Iterator[None]:
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     with reading(path, "the tokenizer", "put the target's tokenizer files there again"):
         tokenizer = auto_tokenizer(path)
-    if not tokenizer("a")["input_ids"]:  # what transformers makes of a folder without tokenizer files
+    if not tokenizer("a")["input_ids"]:  # transformers' result for a folder without tokenizer files
         raise CheckpointError(f"{path} has no tokenizer that knows any text; put the target's tokenizer files there")
     return tokenizer
 
@@ -485,10 +485,10 @@ def check_config(config: Any) -> None:
 
 
 def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
-    """Positions whose rotary frequencies depend on nothing but the position.
+    """Return the number of positions whose rotary frequencies depend only on the position.
 
-    A longrope model changes all frequencies once a sequence outgrows the original context, which K/V already on pages (and other
-    requests of the batch) must not feel. So it is used within that, unless it has its long factors at every position.
+    A longrope model changes all frequencies when a sequence outgrows the original context, but K/V on pages and other requests
+    in the batch must not change. So the original context is the limit, unless the long factors apply at every position.
     """
     limit: int = getattr(text, "max_position_embeddings", None) or 2**31
     rope = getattr(text, "rope_parameters", None) or {}
@@ -496,7 +496,7 @@ def _context_length(text: Any, *, with_long_factors: bool = False) -> int:
         if isinstance(own, dict) and (original := own.get("original_max_position_embeddings")):
             if own.get("rope_type") == "longrope" and not with_long_factors:
                 limit = min(limit, original)
-            if own.get("rope_type") == "yarn":  # model cards have it added, and nothing else changed
+            if own.get("rope_type") == "yarn":  # model cards say to add the yarn factor and change nothing else
                 limit = max(limit, int(original * own.get("factor", 1)))
     return limit
 
