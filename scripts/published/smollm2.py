@@ -23,8 +23,6 @@ from volley.train.options import TrainConfig
 NAME = "smollm2-135m"
 HELD_OUT = 160
 """Prompts that are never learnt from."""
-SHORT_PROMPT, LONG_ANSWER = 70, 40
-"""Longest prompt and shortest answer, in tokens, of what is learnt from: most of what the target must read is then answers."""
 RECIPE: dict[str, Any] = {
     "preset": NAME,
     "head": "markov",
@@ -92,13 +90,8 @@ def part(responses: Path, work: Path) -> None:
     rows = read_rows([responses])
     prompts = sorted({asked(row) for row in rows})
     held = set(random.Random(7).sample(prompts, HELD_OUT))
-    short = [
-        row
-        for row in rows
-        if len(row["prompt_token_ids"]) <= SHORT_PROMPT and len(row["response_token_ids"]) >= LONG_ANSWER
-    ]
     sides = {
-        "train": [row for row in short if asked(row) not in held],
+        "train": [row for row in rows if asked(row) not in held],
         "held-out": [row for row in rows if asked(row) in held],
     }
     for name, chosen in sides.items():
