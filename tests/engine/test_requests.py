@@ -1,6 +1,7 @@
 """What one request gives: text, stops, log-probabilities, chunks and statistics."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ class PieceTokenizer:
 
     eos_token_id = None
     chat_template = None
+    all_special_ids: Sequence[int] = ()
+    added_tokens_decoder: Mapping[int, Any] = {}
 
     def decode(self, token_ids: list[int], **_: Any) -> str:
         return "".join(PIECES[token % len(PIECES)] for token in token_ids)

@@ -88,7 +88,7 @@ def test_a_step_is_a_few_launches_and_waits_once(both: Both) -> None:
         assert counts.waits.total() == 1
         assert "_attention_kernel" not in counts.operations
         assert counts.replayed["_attention_kernel"] == 3, "in two layers and one"
-        assert counts.operations.total() < counts.replayed.total() / 3
+        assert counts.operations.total() < counts.replayed.total() * 0.36
         for request in requests:
             engine.abort(request)
         engine.check_integrity()

@@ -141,7 +141,7 @@ def test_a_target_that_runs_elsewhere_keeps_its_ends_and_its_identity(tiny_pair:
 def test_training_with_a_server_is_training_with_the_target(
     stub: Stub, tiny_pair: TinyPair, tmp_path: Path, features: str
 ) -> None:
-    options = tiny_run(tiny_pair.target, tmp_path, soft_targets=0.5, features=features)
+    options = tiny_run(tiny_pair.target, tmp_path, soft_targets=0.5, features=features, init="random")
     asking = {**options, "feature_server": stub.url, "feature_dir": str(tmp_path / "shared")}
     found = []
     for out, chosen in (("here", options), ("there", asking)):

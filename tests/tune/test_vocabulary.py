@@ -11,9 +11,11 @@ import torch
 
 from tests.conftest import TinyPair
 from volley.models.drafters.drafter import Drafter
+from volley.models.targets.loading import load_config
 from volley.models.targets.target import Target
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig
+from volley.train.presets import with_preset
 from volley.tune import vocabulary
 from volley.tune.trials import Trial
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
@@ -34,7 +36,8 @@ def config(folder: Path, target: str, learnt: range, held: range) -> TrainConfig
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     given: dict[str, Any] = {"block_size": 4, "num_layers": 1, "draft_vocab_size": 0, "eval_prompts": 0}
     data = (str(folder / "train"),)
-    return TrainConfig(target=target, data=data, eval_data=str(folder / "held"), out=str(folder), **given)
+    chosen = TrainConfig(target=target, data=data, eval_data=str(folder / "held"), out=str(folder), **given)
+    return with_preset(chosen, load_config(target), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

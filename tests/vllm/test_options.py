@@ -44,6 +44,7 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         "denoising_steps",
         "denoising_schedule",
         "denoising_threshold",
+        "draft_temperature",
         "draft_window",
         "greedy_only",
     }
