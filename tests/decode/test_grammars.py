@@ -289,7 +289,7 @@ def test_no_tokenizer_and_no_library_are_told(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match="llguidance cannot read this tokenizer"):
         Grammars(["a", "b"], 50, set()).compile(GRAMMARS["regex"])
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(ConfigError, match=r"install it: pip install 'llguidance<2'"):
+    with pytest.raises(ConfigError, match=r"install it: pip install 'llguidance>=1.9,<2'"):
         Grammars(bundled(), 50, set()).compile(GRAMMARS["regex"])
 
 
