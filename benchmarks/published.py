@@ -233,7 +233,7 @@ def table(measured: Measured, kind: str, setting: Setting, loads: Mapping[str, f
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, own in rows.items():
         ratios = [
-            spread([speeds[name][key] / speeds[other][key] for key in speeds[name]])
+            f"{statistics.median(speed / speeds[other][key] for key, speed in speeds[name].items()):.2f}"
             for other in dict.fromkeys(best.values())
         ]
         tau = sum(run.answer.gained for run in own) / max(sum(run.answer.passes for run in own), 1)

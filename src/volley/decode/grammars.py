@@ -97,7 +97,9 @@ class Grammars:
         try:
             import llguidance.hf
         except ImportError:
-            raise ConfigError("grammars need the llguidance package; install it: pip install 'llguidance>=1.9,<2'") from None
+            raise ConfigError(
+                "grammars need the llguidance package; install it: pip install 'llguidance>=1.9,<2'"
+            ) from None
         size = -(-max(self._vocab_size, len(self._tokenizer)) // 64) * 64  # masks consist of 64-bit words
         try:
             vocabulary = llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends or None)
