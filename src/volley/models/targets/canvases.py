@@ -11,10 +11,11 @@ from volley.files import find_target
 from volley.models.gguf.file import is_gguf
 from volley.models.targets.families import family_names, family_of
 
-LLADA2_TYPE = "llada2_moe"
 _REFUSED = {
     "llada": "every token sees every other, so no K/V can be kept",
     "dream": "every token sees every other, so no K/V can be kept",
+    "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint. Register a class for it and "
+    "its rules, LLADA2 (docs/extending.md, A family of diffusion models)",
 }
 
 
@@ -39,7 +40,7 @@ def kind_of(values: Mapping[str, Any]) -> str:
 def canvases(values: Mapping[str, Any]) -> str | None:
     """Describe the canvases that a model denoises, by its ``config.json``; ``None`` if it is no diffusion language model."""
     kind = kind_of(values)
-    if family_of(kind) is not None or kind in _REFUSED or kind == LLADA2_TYPE:
+    if family_of(kind) is not None or kind in _REFUSED:
         return f"those of {kind}"
     return "by block_diffusion in its config, beside causal text" if "block_diffusion" in values else None
 
@@ -48,15 +49,10 @@ def read_kind(path: str | Path) -> tuple[dict[str, Any], str]:
     """Return :func:`config_values` and their model type. Refuse a diffusion language model that volley cannot load."""
     values = config_values(path)
     kind = kind_of(values)
-    if kind in _REFUSED:
+    if kind in _REFUSED and family_of(kind) is None:
         raise UnsupportedModelError(
             f"{path} is a {kind} model: {_REFUSED[kind]}. Use a block-diffusion model that volley loads "
             f"({', '.join(family_names())})"
-        )
-    if kind == LLADA2_TYPE and family_of(kind) is None:
-        raise UnsupportedModelError(
-            f"{path} is a {kind} model: transformers has no such architecture, and volley runs no code of a checkpoint. Register "
-            "a class for it and its rules, LLADA2 (docs/extending.md, A family of diffusion models)"
         )
     return values, kind
 
