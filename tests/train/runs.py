@@ -13,6 +13,24 @@ from volley.tensors import load_tensors
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Shape of a tiny target of any family, which the tests train drafters for."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+
 WORDS = [
     "the",
     "cat",

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from tests.conftest import byte_tokenizer
-from tests.train.runs import make_rows, write_rows
+from tests.train.runs import EXPERTS, MIXED, SHAPE, make_rows, write_rows
 from volley.models.drafters.drafter import Drafter, RMSNorm
 from volley.train.begin import LAST_TAP, OTHER_TAPS, SHARPNESS, begin_from_target, soften
 from volley.train.loop import Trainer
@@ -28,22 +28,6 @@ from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.shape import drafter_config
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
-EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama with a tied head": LlamaConfig(**SHAPE, tie_word_embeddings=True),

@@ -26,6 +26,7 @@ from transformers import (
 from tests.conftest import byte_tokenizer
 from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
 from tests.serve.running import running
+from tests.train.runs import EXPERTS, MIXED, SHAPE
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError, WriteError
@@ -46,22 +47,6 @@ from volley.tune.run import Tuning, batch_tokens, read_together, tune
 from volley.tune.state import alone_in
 from volley.tune.trials import steady_acceptance
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
-EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "gemma3_text": Gemma3TextConfig(**SHAPE, **MIXED, query_pre_attn_scalar=8),

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.models.gguf.files import SHAPE, row_order
+from volley.models.checkpoints.gguf_drafter import add_value
 
 ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -471,17 +472,8 @@ def write(
     """
     writer = GGUFWriter(path, architecture)
     for key, value in {**keys_of(architecture, model.config), **(keys or {})}.items():
-        name = f"{architecture}.{key}"
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif value is not None:
-            writer.add_float32(name, value)
+        if value is not None:
+            add_value(writer, f"{architecture}.{key}", value)
     for name, weight in {**stored_weights(model, architecture), **(further or {})}.items():
         if weight is None:
             continue

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.conftest import CHAT_TEMPLATE
+from volley.models.checkpoints.gguf_drafter import add_value
 
 VOCAB = 272
 SHAPE: dict[str, Any] = {
@@ -216,13 +217,8 @@ def write_model(
         **(keys or {}),
     }
     for key, value in values.items():
-        name = key if key.startswith("split.") else f"{family}.{key}"
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif value is not None:
-            writer.add_float32(name, value)
+        if value is not None:
+            add_value(writer, key if key.startswith("split.") else f"{family}.{key}", value)
     generator = np.random.default_rng(0)
     for name, weight in stored_weights(model, family).items():
         chosen = kind if isinstance(kind, str) else kind(name)

@@ -169,9 +169,9 @@ def write_gguf(path: Path, checkpoint: Checkpoint, target: str, tokenizer: Any) 
         writer = package.GGUFWriter(temporary, ARCHITECTURE)
         writer.add_name(f"{config.num_hidden_layers}-layer drafter")
         for key, value in _keys(config).items():
-            _add(writer, f"{ARCHITECTURE}.{key}", value)
+            add_value(writer, f"{ARCHITECTURE}.{key}", value)
         for key, value in {**tokens, "tokenizer.ggml.mask_token_id": config.mask_token_id}.items():
-            _add(writer, key, value)
+            add_value(writer, key, value)
         for name, tensor in _stored(checkpoint):
             kind = package.GGMLQuantizationType.BF16 if tensor.dtype == torch.bfloat16 else None
             data = tensor.contiguous().view(torch.uint8) if tensor.dtype == torch.bfloat16 else tensor.contiguous()
@@ -239,7 +239,8 @@ def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
             yield names[name], tensor.float() if tensor.dim() < 2 else tensor
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def add_value(writer: Any, key: str, value: Any) -> None:
+    """Add a key to a ``gguf.GGUFWriter``, in the type of ``value``: bool, int, float, text or a list of one of these."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
