@@ -104,6 +104,16 @@ class Measured:
     passes: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """Seconds of a pass by what makes it and its number of tokens."""
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Measured":
+        """Return what :meth:`to_json` wrote."""
+        runs = [
+            Run(one["row"], Setting(**one["setting"]), one["group"], one["repeat"], Answer(**one["answer"]))
+            for one in record["runs"]
+        ]
+        memory = {(one["row"], one["batch"]): one["peak_bytes"] for one in record["memory"]}
+        return cls(runs, memory, record["passes"])
+
     def to_json(self) -> dict[str, Any]:
         runs = [asdict(run) | {"speed": run.speed} for run in self.runs]
         memory = [{"row": row, "batch": batch, "peak_bytes": size} for (row, batch), size in self.memory.items()]
@@ -128,11 +138,15 @@ def parse_volley(groups: Sequence[Sequence[str]] | None) -> dict[str, dict[str, 
     return rows or VOLLEY
 
 
+def num_pages(options: argparse.Namespace, batch: int) -> int:
+    """Return the pages of ``batch`` requests, each with the room that llama.cpp gives it and some for drafts beyond it."""
+    return batch * (options.room // PAGE_SIZE + SPARE_PAGES)
+
+
 def volley_settings(options: argparse.Namespace, own: Mapping[str, Any], batch: int) -> dict[str, Any]:
     """``drafter`` names a folder of the pair, or is ``None``. K/V get the room that llama.cpp's do, or ``num_pages``."""
     drafter = own.get("drafter", "drafter")
-    pages = batch * (options.room // PAGE_SIZE + SPARE_PAGES)
-    found = {"num_pages": pages, **own, "drafter": drafter and str(options.pair / drafter)}
+    found = {"num_pages": num_pages(options, batch), **own, "drafter": drafter and str(options.pair / drafter)}
     return {"target": str(options.pair / "target"), "threads": options.threads, "options": found}
 
 

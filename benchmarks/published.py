@@ -33,14 +33,12 @@ from benchmarks.llama_cpp import (
     asker,
     circumstances,
     measure_answers,
+    num_pages,
     process,
     same_answers,
     spread,
 )
 from benchmarks.llama_peer import ROOT, LlamaRow, check_built, gguf_drafter, quantised, server
-from volley.engine.capacity import PAGE_SIZE
-
-SPARE_PAGES = 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,19 @@ ROWS = (
     "llama.cpp q4_0",
     "llama.cpp q4_0+ngram-simple",
 )
+RECORDED = (
+    "rows",
+    "texts",
+    "num_prompts",
+    "skip_prompts",
+    "contexts",
+    "max_tokens",
+    "temperatures",
+    "batches",
+    "repeats",
+    "threads",
+)
+"""Options that a record keeps: folders are of one machine."""
 OPENVINO = ("openvino int8", "openvino int8+lookup", "openvino int4", "openvino int4+lookup")
 
 
@@ -162,7 +173,7 @@ def start(stack: ExitStack, row: Row, model: Model, batch: int, options: argpars
 
 def volley_settings(row: Row, model: Model, batch: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Return the options of ``Engine.from_pretrained``, with as many pages as llama.cpp has room for."""
-    own: dict[str, Any] = {"num_pages": batch * (options.room // PAGE_SIZE + SPARE_PAGES)}
+    own: dict[str, Any] = {"num_pages": num_pages(options, batch)}
     if row.method == "plain":
         own |= {"drafter": None, "block_size": 1}
     elif row.method.startswith("drafter"):
@@ -247,6 +258,30 @@ def table(measured: Measured, kind: str, setting: Setting, loads: Mapping[str, f
     return f"{kind}, {context}, T = {setting.temperature:g}, {setting.batch} at once\n\n" + "\n".join(lines)
 
 
+def page(record: Mapping[str, Any]) -> str:
+    """Return a page of docs/benchmarks from a record: its circumstances and a table of each model and setting."""
+    about, model = record["about"], None
+    parts = [_HEAD.format(**about, **about["options"])]
+    for entry in record["measured"]:
+        if entry["model"] != model:
+            model = entry["model"]
+            parts.append(f"## {model}")
+        measured = Measured.from_json(entry)
+        parts.append(table(measured, entry["texts"], measured.runs[0].setting, entry["load_seconds"]))
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = """# Published models beside llama.cpp
+
+- **What**: volley and llama.cpp on the same GGUF files, prompts and threads, prompt by prompt in turn. `file` is the file as it
+  is downloaded, `q4_0` what llama.cpp's own quantiser makes of it. Ratios are medians over prompts: against the fastest row of other
+  programs on the file, and against their fastest row of all.
+- **Command**: `python -m benchmarks.published --num-prompts {num_prompts} --skip-prompts {skip_prompts}
+  --max-tokens {max_tokens}` with the rows below; `--page RECORD` prints this page. So few prompts tell a tenth.
+- **Machine**: {cpu}, {cores} cores, load {load:.1f} at the start. Commit {commit}, {date}.
+- *as plain*: greedy answers that equal volley's plain decoding of the same weights."""
+
+
 def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Run all settings of one model; tables are printed and records saved as they come."""
     from volley.files import write_atomically
@@ -266,9 +301,8 @@ def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> N
                 for temperature in options.temperatures:
                     setting, measured = Setting(context, temperature, batch), Measured()
                     measure_answers(found, setting, own, options, measured, lambda: None)
-                    text = table(measured, kind, setting, loads)
-                    print(f"\n{name}: {text}", flush=True)
-                    entry = {"model": name, "texts": kind, "load_seconds": loads, "table": text, **measured.to_json()}
+                    print(f"\n{name}: {table(measured, kind, setting, loads)}", flush=True)
+                    entry = {"model": name, "texts": kind, "load_seconds": loads, **measured.to_json()}
                     record["measured"].append(entry)
                     if options.json:
                         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -277,7 +311,8 @@ def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> N
 
 def main() -> None:
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--models", type=Path, required=True, help="folder with the GGUF files")
+    own.add_argument("--models", type=Path, default=ROOT / "runs" / "models", help="folder with the GGUF files")
+    own.add_argument("--page", type=Path, metavar="RECORD", help="print the page of a record, and measure nothing")
     own.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     own.add_argument("--rows", nargs="+", help=f"by default {', '.join(ROWS)}, and OpenVINO's where it is installed")
     own.add_argument("--openvino-python", type=Path, default=ROOT / ".venv-openvino" / "bin" / "python")
@@ -296,10 +331,15 @@ def main() -> None:
     )
     own.add_argument("--json", type=Path, help="where to save the record")
     options = own.parse_args()
+    if options.page:
+        print(page(json.loads(options.page.read_text(encoding="utf-8"))), end="")
+        return
     options.rows = options.rows or [*ROWS, *(OPENVINO if options.openvino_python.exists() else ())]
     options.work.mkdir(parents=True, exist_ok=True)
     check_built()
-    record: dict[str, Any] = {"about": circumstances(options), "measured": []}
+    about = circumstances(options)
+    about["options"] = {name: about["options"][name] for name in RECORDED}
+    record: dict[str, Any] = {"about": about, "measured": []}
     for name in options.model:
         measure(name, options, record)
 
