@@ -274,8 +274,8 @@ def page(record: Mapping[str, Any]) -> str:
 _HEAD = """# Published models beside llama.cpp
 
 - **What**: volley and llama.cpp on the same GGUF files, prompts and threads, prompt by prompt in turn. `file` is the file as it
-  is downloaded, `q4_0` what llama.cpp's own quantiser makes of it. Ratios are medians over prompts: against the fastest row of other
-  programs on the file, and against their fastest row of all.
+  is downloaded, `q4_0` what llama.cpp's own quantiser makes of it. Ratios are medians over prompts: against the fastest row of
+  other programs on the file, and against their fastest row of all.
 - **Command**: `python -m benchmarks.published --num-prompts {num_prompts} --skip-prompts {skip_prompts}
   --max-tokens {max_tokens}` with the rows below; `--page RECORD` prints this page. So few prompts tell a tenth.
 - **Machine**: {cpu}, {cores} cores, load {load:.1f} at the start. Commit {commit}, {date}.

@@ -62,6 +62,7 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         ({"volley": {"drafter": "x", "denoising_schedule": "cosin"}}, "did you mean 'cosine'"),
         ({"volley": {"drafter": "x", "denoising_threshold": 1.5}}, r"a probability in \(0, 1\]"),
         ({"volley": {"drafter": "x", "draft_window": -1}}, "draft_window is -1"),
+        ({"volley": {"drafter": "x", "draft_temperature": 0.5}}, "vLLM tells a proposer no temperatures"),
         ({"volley": {"drafter": "x", "policy": 8}}, "policy is 8; .* give its name"),
         ({"volley": {"drafter": "x", "block_size": 8}}, "block_size is a setting of volley's own engine: .*fixed:8"),
         ({"volley": {"drafter": "x", "tree_nodes": 8}}, "verifies chains only; leave it out"),

@@ -123,7 +123,10 @@ def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -
     """Return vLLM's arguments for its own ``dflash`` if that supports all options, else ``None``."""
     fixed, _, size = (drafting.policy or "fixed").partition(":")
     is_plain = (
-        config.head is None and drafting.denoising_steps == 1 and config.window_for(drafting.draft_window) is None
+        config.head is None
+        and drafting.denoising_steps == 1
+        and drafting.draft_temperature is None
+        and config.window_for(drafting.draft_window) is None
     )
     if fixed != "fixed" or not is_plain:
         return None

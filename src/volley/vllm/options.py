@@ -45,6 +45,11 @@ class PluginOptions(DraftingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.draft_temperature is not None:
+            raise ConfigError(
+                f"draft_temperature is {self.draft_temperature}, and vLLM tells a proposer no temperatures: drafts there are the "
+                "likeliest tokens; leave it out"
+            )
         if not isinstance(self.policy, str | None):
             raise ConfigError(f"policy is {self.policy!r}; it goes through vLLM's configuration, so give its name")
 
