@@ -107,7 +107,7 @@ def test_what_only_volley_can_do_goes_to_its_plugin(tiny_pair: TinyPair, tmp_pat
         told = json.loads(words[words.index("--additional-config") + 1])["volley"]
         assert told["drafter"] == str(tiny_pair.drafter)
         assert "--enforce-eager" in words
-    with pytest.raises(ConfigError, match="no temperatures: .* leave it out"):
+    with pytest.raises(ConfigError, match=r"no temperatures: .* leave it out"):
         line(*pair, "--draft-temperature", 0.5)
     random_drafter(vocab_size=260, head=HeadConfig(type="residual", rank=4)).save_pretrained(tmp_path)
     assert speculation(line(tiny_pair.target, "--drafter", tmp_path))["method"] == "custom_class"
