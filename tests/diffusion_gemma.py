@@ -21,8 +21,7 @@ def random_model(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Every layer has a scalar of its own in each mode; the full layer has other heads. A wide one has room for groups of codes.
 
-    A sharp one has distributions of so little entropy that canvases settle. It computes in fp64: in fp32 two orders of the same
-    sums draw another token in one answer of ten.
+    A sharp one has distributions of so little entropy that canvases settle; it computes in fp64.
     """
     text = DiffusionGemmaTextConfig(
         vocab_size=VOCAB,
@@ -62,9 +61,13 @@ def random_model(
             weight.mul_((15 if is_sharp else 5) if weight.dim() > 1 else 1)
     for layer in [*model.model.encoder.language_model.layers, *model.model.decoder.layers]:
         layer.layer_scalar.uniform_(0.4, 1.2)
-    if is_sharp:
-        model.set_experts_implementation("eager")  # the grouped products have no fp64
-        model.double()
+    return in_fp64(model) if is_sharp else model
+
+
+def in_fp64(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDiffusion:
+    """Convert ``model`` in place: in fp32 two orders of summation draw another token in one sharp answer of ten."""
+    model.set_experts_implementation("eager")  # the grouped products have no fp64
+    model.double()
     return model
 
 

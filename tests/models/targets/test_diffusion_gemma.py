@@ -20,6 +20,7 @@ from tests.diffusion_gemma import (
     TorchNoise,
     by_transformers,
     by_volley,
+    in_fp64,
     random_model,
     same,
     settings,
@@ -39,7 +40,7 @@ from volley.procedures import denoising
 @pytest.fixture(scope="module")
 def hf() -> DiffusionGemmaForBlockDiffusion:
     """Norms undo a scale: only from the third layer on do K/V depend on the scalars of what is read."""
-    return random_model(num_layers=3)
+    return in_fp64(random_model(num_layers=3))
 
 
 @pytest.fixture(scope="module")
