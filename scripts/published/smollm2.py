@@ -79,7 +79,7 @@ def write_target(gguf: Path, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, **named, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)  # only some versions of transformers leave it there
     model.hf_quantizer, model.is_quantized = None, False
     AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
     model.save_pretrained(out)
