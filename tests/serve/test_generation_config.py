@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from tests.serve.running import Running, Tiny, running
 from tests.serve.test_openai_client import CHAT
+from volley.serve.protocol import CompletionRequest
 
 OWN = {"do_sample": True, "temperature": 0.8, "top_k": 5, "repetition_penalty": 1.3, "max_new_tokens": 7}
 
@@ -51,6 +52,14 @@ def test_a_field_of_the_request_wins(server: Running, tiny: Tiny, given: dict[st
     assert text(server, **given) == tiny.answer(CHAT, seed=3, max_tokens=7, **own)
     response = server.post("responses", {"input": CHAT, "seed": 3, **given}).json()
     assert response["output"][0]["content"][0]["text"] == text(server, **given)
+
+
+def test_drafts_have_the_temperature_that_a_request_gives_them(server: Running) -> None:
+    asked = CompletionRequest(prompt="Hello", temperature=1.0, draft_temperature=0.25).sampling(4, None)
+    assert (asked.temperature, asked.draft_temperature) == (1.0, 0.25)
+    assert CompletionRequest(prompt="Hello").sampling(4, None).draft_temperature is None
+    assert server.complete("Hello", draft_temperature=-1).json()["error"]["param"] == "draft_temperature"
+    assert server.complete("Hello", seed=3, draft_temperature=0).status_code == 200
 
 
 def test_none_goes_without(tiny: Tiny) -> None:

@@ -62,6 +62,9 @@ class Sampling(Strict):
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
+    draft_temperature: float | None = Field(
+        None, ge=0, le=100, description="Temperature of drafts; by default the answer's. It changes speed, not the distribution."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
@@ -187,6 +190,7 @@ class _Request(Body, Sampling, GrammarFields):
             top_k=max(0, self.top_k),
             top_p=self.top_p or LEAST_TOP_P,
             min_p=self.min_p,
+            draft_temperature=self.draft_temperature,
             seed=None if self.seed is None else self.seed % 2**63,
             max_tokens=max_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
