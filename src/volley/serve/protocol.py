@@ -63,7 +63,10 @@ class Sampling(Strict):
     top_k: int = Field(0, ge=-1, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
     min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest.")
     draft_temperature: float | None = Field(
-        None, ge=0, le=100, description="Temperature of drafts; by default the answer's. It changes speed, not the distribution."
+        None,
+        ge=0,
+        le=100,
+        description="Temperature of drafts; by default the answer's. It changes speed, not the distribution.",
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
