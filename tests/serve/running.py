@@ -76,7 +76,7 @@ class Running:
         self.thread.start()
         wait_until(lambda: self.server.listening.is_set() or not self.thread.is_alive())
         self.url = "http://{}:{}".format(*self.server.address)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(f"/v1/{path}", json=body, **options)
@@ -105,11 +105,11 @@ class Running:
     def stop(self) -> None:
         self.client.close()
         self.server.drain()
-        self.thread.join(30)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
 
-def wait_until(condition: Any, seconds: float = 60) -> None:
+def wait_until(condition: Any, seconds: float = 300) -> None:
     """So long at most: a busy machine takes its time."""
     end = time.monotonic() + seconds
     while not condition():
@@ -132,4 +132,4 @@ def running(
 
 
 def openai_client(server: Running) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=30)
+    return OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
