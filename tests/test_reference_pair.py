@@ -88,5 +88,6 @@ def test_penalties_work_in_bf16(tree_nodes: int | None) -> None:
 
 
 def test_all_that_is_bundled_is_small_enough_to_ship() -> None:
-    assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) <= 60_000_000
-    assert all((REFERENCE / name / "README.md").exists() for name in ("target", "drafter", "drafter-dflash"))
+    """Package indexes take wheels of up to 100 MB."""
+    assert sum(file.stat().st_size for file in REFERENCE.rglob("*.safetensors")) <= 80_000_000
+    assert all((folder / "README.md").exists() for folder in REFERENCE.iterdir() if folder.is_dir())
