@@ -92,7 +92,8 @@ def exact(hf: Any) -> Tensor:
     ids = torch.tensor([[*PROMPT, token] for token in range(VOCAB)])
     with torch.inference_mode():
         first, second = hf(ids).logits[:, -2:].double().softmax(-1).unbind(1)
-    return (first[0, :, None] * second).flatten()
+    law: Tensor = (first[0, :, None] * second).flatten()
+    return law
 
 
 def p_value(code: str) -> float:
