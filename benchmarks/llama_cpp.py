@@ -32,9 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answer import Answer
+from benchmarks.answer import Answer, connected
 from benchmarks.contenders import peak_bytes
-from benchmarks.engines import connected
 from benchmarks.llama_peer import ROOT, LlamaRow, check_built, gguf, gguf_drafter, server
 from volley.engine.capacity import PAGE_SIZE
 
