@@ -32,9 +32,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.answer import Answer
+from benchmarks.answer import Answer, connected
 from benchmarks.contenders import peak_bytes
-from benchmarks.engines import connected
 from benchmarks.llama_peer import ROOT, LlamaRow, check_built, gguf, gguf_drafter, server
 from volley.engine.capacity import PAGE_SIZE
 
@@ -120,7 +119,35 @@ class Measured:
         return {"runs": runs, "memory": memory, "passes": self.passes}
 
 
+def read_text(path: Path, enough: int) -> str:
+    """The first ``enough`` characters or a little more."""
+    if path.suffix != ".jsonl":
+        return path.read_text(encoding="utf-8")[:enough]
+    text = ""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            text += json.loads(line)["text"] + "\n\n"
+            if len(text) >= enough:
+                break
+    return text
+
+
+def passages(encode: Callable[[str], Sequence[int]], files: Sequence[Path], count: int, length: int) -> list[list[int]]:
+    """``count`` passages of ``length`` tokens, as many from each file; the program ends if one of these is too short."""
+    found: list[list[int]] = []
+    for index, path in enumerate(files):
+        wanted = count // len(files) + (index < count % len(files))
+        tokens = encode(read_text(path, 8 * wanted * length)) if wanted else []
+        own = [list(tokens[start : start + length]) for start in range(0, wanted * length, length)]
+        if any(len(passage) < length for passage in own):
+            raise SystemExit(f"{path} holds no {wanted} passages of {length} tokens; give more text")
+        found += own
+    return found
+
+
 # -- who takes part ----------------------------------------------------------------------------------------------------
+
+
 def parse_volley(groups: Sequence[Sequence[str]] | None) -> dict[str, dict[str, Any]]:
     """Rows from ``NAME KEY=VALUE …``; a value is JSON if it can be read as such."""
     rows = {}
@@ -273,7 +300,6 @@ def add_pass(measured: Measured, name: str, size: int, seconds: float | None) ->
 # -- prompts -----------------------------------------------------------------------------------------------------------
 def load(options: argparse.Namespace) -> dict[int, list[list[int]]]:
     """Token ids of the prompts by the length of the context; ``options.room`` becomes the tokens that a request may need."""
-    from benchmarks.context_length import passages
     from volley.chat import encode_prompt
     from volley.files import read_json
     from volley.models.targets.target import load_tokenizer

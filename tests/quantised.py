@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,77 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.quantised import quantise
+
+def quantise(
+    model: PreTrainedModel, scheme: str, texts: Sequence[Tensor], folder: Path, ignore: Sequence[str] = ()
+) -> None:
+    """Quantise the linear layers of ``model`` but its head by one of the library's presets, and save it.
+
+    The largest inputs are those of a pass over each of ``texts`` (token ids ``[1, T]``). ``ignore`` names further layers, or
+    patterns of their names (``re:…``), that stay as they are.
+    """
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+
+    largest = _largest_inputs(model, texts)
+    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head", *ignore]))
+    for name, module in model.named_modules():
+        if hasattr(module, "quantization_scheme"):
+            _set_scales(module, largest.get(name, 1.0))
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(str(folder))
+
+
+def _largest_inputs(model: PreTrainedModel, texts: Sequence[Tensor]) -> dict[str, float]:
+    """The largest size of each linear layer's inputs."""
+    found: dict[str, float] = {}
+
+    def note(name: str) -> Any:
+        def hook(_: Any, inputs: tuple[Tensor, ...]) -> None:
+            found[name] = max(found.get(name, 0.0), inputs[0].abs().max().item())
+
+        return hook
+
+    with ExitStack() as hooks, torch.inference_mode():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                hooks.callback(module.register_forward_pre_hook(note(name)).remove)
+        for text in texts:
+            model(text)
+    return found
+
+
+def _set_scales(layer: Any, largest_input: float) -> None:
+    """Fill in the scales of a layer, from the least and the largest weight of each group."""
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    arguments, weight = layer.quantization_scheme.weights, layer.weight.detach().float()
+    if arguments.strategy == "tensor":
+        parts = weight.reshape(1, -1)
+    elif arguments.strategy == "channel":
+        parts = weight[:, None]
+    elif arguments.strategy == "block":
+        rows, columns = arguments.block_structure
+        parts = weight.unfold(0, rows, rows).unfold(1, columns, columns).flatten(-2)
+    else:
+        parts = weight.view(len(weight), -1, arguments.group_size)
+    low, high = parts.amin(-1), parts.amax(-1)
+    whole = None
+    if hasattr(layer, "weight_global_scale"):
+        whole = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))
+        layer.weight_global_scale.data.copy_(whole)
+    scale, zero = calculate_qparams(low, high, arguments, global_scale=whole)
+    layer.weight_scale.data.copy_(scale.view_as(layer.weight_scale))
+    if hasattr(layer, "weight_zero_point"):
+        layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
+    limit = torch.tensor([largest_input])
+    if hasattr(layer, "input_scale"):
+        layer.input_scale.data.fill_(largest_input / 448)
+    if hasattr(layer, "input_global_scale"):
+        layer.input_global_scale.data.copy_(generate_gparam(-limit, limit))
 
 
 def save_compressed(model: PreTrainedModel, scheme: str, folder: Path) -> None:

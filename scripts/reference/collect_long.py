@@ -1,7 +1,7 @@
 """Write responses to long contexts, for the drafter: the target goes on from where a longer text or a conversation breaks off.
 
 Texts come from the training split, without the first quarter of the PEPs and of the Rust book, whose beginnings are what
-``benchmarks/context_length.py`` reads. Rows hold token ids, and a run goes on where an earlier one stopped.
+contexts are measured with. Rows hold token ids, and a run goes on where an earlier one stopped.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Write the prompts whose answers the drafter is trained on: questions of the training split, domains in balance.
 
 Held-out prompts are those neither model is trained on, in two disjoint files: ``--held-out choose`` for prompts that choose a
-setting (scripts/reference/average.py), ``--held-out report`` for prompts that figures are reported on (benchmarks/held_out.py).
+setting (scripts/reference/average.py), ``--held-out report`` for prompts that figures are reported on (``volley bench``).
 """
 
 import argparse

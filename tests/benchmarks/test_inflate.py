@@ -9,11 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import inflate
 from benchmarks.inflate import Axis, Shape, Widening, shares
-from benchmarks.reader import ReadTarget
-from benchmarks.stretch import stretch
-from volley import Engine, SamplingParams, Target
+from volley import Engine, SamplingParams
 from volley.errors import ConfigError
-from volley.files import REFERENCE, read_json
+from volley.files import REFERENCE
 
 SMALL = Shape(1024, 22, 8, 4, 1536, 9000)
 CHATS = [[{"role": "user", "content": text}] for text in ("How do I use `tar`?", "Explain “Lifetimes” in Rust.")]
@@ -34,34 +32,6 @@ def test_tokens_and_accepted_lengths_stay(folders: dict[str, Path]) -> None:
         assert small.token_ids == wide.token_ids
         assert small.stats.accepted_lengths == wide.stats.accepted_lengths
         assert max(small.stats.accepted_lengths) > 2
-
-
-def test_a_prompt_that_the_small_target_read_is_continued_alike(folders: dict[str, Path]) -> None:
-    small, wide = Target.from_pretrained(REFERENCE / "target", torch.float32), folders["target"]
-    read = ReadTarget.from_pretrained(wide, torch.float32)
-    read.read_by(small, (1, 5, 9, 13, 17))
-    answers = []
-    for target in (Target.from_pretrained(wide, torch.float32), read):
-        sizes = {"policy": "fixed", "max_batch_tokens": 80, "prefix_caching": False, "num_pages": 20}
-        for drafter in (None, folders["drafter"]):
-            engine = Engine.from_pretrained(target, drafter, **sizes)
-            prompt = engine.encode([{"role": "user", "content": "How do I use `tar` to pack a folder? " * 20}])
-            (result,) = engine.generate([prompt], SamplingParams(max_tokens=32))
-            answers.append((result.token_ids, result.stats.accepted_lengths))
-    assert len(prompt) > 160, "two chunks are read for it, and a rest that is not"
-    assert answers[:2] == answers[2:]
-    assert read.reading_seconds(1024) > 0
-
-
-def test_a_stretched_target_stays_stretched(tmp_path: Path) -> None:
-    """So that long contexts can be measured at a larger model's cost."""
-    source = stretch(REFERENCE / "target", 16, tmp_path / "stretched")
-    raw = read_json(source / "config.json")
-    same = {key: raw[key] for key in Shape.__dataclass_fields__ if key != "vocab_size"}
-    folder = inflate.inflate(tmp_path / "pair", Shape(**same), source, ())["stretched"]
-    found = read_json(folder / "config.json")
-    assert all(found[key] == raw[key] for key in ("rope_parameters", "max_position_embeddings"))
-    assert Target.from_pretrained(folder).context_length == 16 * 2048
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import llama_cpp
 from benchmarks.contenders import Answer
-from benchmarks.context_length import passages
-from benchmarks.llama_cpp import Contender, Measured, Setting
+from benchmarks.llama_cpp import Contender, Measured, Setting, passages
 from benchmarks.llama_peer import BINARIES, LlamaRow, Server
 
 built = pytest.mark.skipif(not (BINARIES / "llama-server").exists(), reason="llama.cpp is not built: make peers")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pretended_gpu import CPU, CUDA, OnDevice, pretended_cuda
 from tests.chi_square import chi_square_p
+from tests.gpu.pretended import CPU, CUDA, OnDevice, pretended_cuda
 from volley import native
 from volley.decode import noise
 from volley.decode.sampling import PositionNoise, race

@@ -1,1 +1,1 @@
-"""Tests of the whole engine on a GPU that is not there (``benchmarks/pretended_gpu.py``)."""
+"""Tests of the whole engine on a GPU that is not there (``pretended.py``)."""

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CUDA, EVENT, pretended_cuda
+from tests.gpu.pretended import CUDA, EVENT, pretended_cuda
 from tests.gpu.test_engine import GREEDY, SEEDED, Both, both, pretended
 from tests.tiny import block_proposer, greedy, place, random_prompts
 from volley import Engine, SamplingParams

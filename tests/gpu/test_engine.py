@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CUDA, EVENT, OnDevice, move, pretended_cuda
 from tests.costs import settle
+from tests.gpu.pretended import CUDA, EVENT, OnDevice, move, pretended_cuda
 from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
 from volley import Engine, SamplingParams

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import CUDA, move, pretended_cuda
 from tests.costs import settle
 from tests.engine.test_own_ends import own_ends
+from tests.gpu.pretended import CUDA, move, pretended_cuda
 from tests.gpu.test_engine import GREEDY, Both, answers, both, pretended
 from tests.gpu.test_kinds import DRAFTER, KINDS
 from tests.hybrid import target as hybrid_target

@@ -11,12 +11,12 @@ from transformers import Gemma3TextConfig, PreTrainedModel, Qwen3MoeConfig
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import move, pretended_cuda
 from tests import hybrid
 from tests.conftest import byte_tokenizer
 from tests.costs import settle
 from tests.diffusion_gemma import random_model
 from tests.engine.test_grammars import GRAMMAR
+from tests.gpu.pretended import move, pretended_cuda
 from tests.procedures.test_denoising import BOTH_WAYS, MASK, masked_model
 from tests.tiny import eager_model, random_drafter, random_prompts, target_config
 from volley import DiffusionParams, Engine, SamplingParams

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import Counts, move, pretended_cuda
 from tests.conftest import byte_tokenizer
+from tests.gpu.pretended import Counts, move, pretended_cuda
 from tests.tiny import eager_model, random_drafter, target_config
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.pretended_gpu import SYNCHRONISED, Counts
+from tests.gpu.pretended import SYNCHRONISED, Counts
 from tests.gpu.test_engine import Both, both, pretended
 from volley import Engine
 from volley.models.targets import rehearsal

@@ -12,7 +12,7 @@ TIE_UNITS = 2
 
 A bf16 logit has 8 significant bits, so the gap of two logits changes by whole units. Between passes of one row and of eight,
 measured on the bundled pair, it changed by at most 2 units at all but 3 of 6,331 positions. All answers that parted, volley's and
-transformers', did so at a gap of 2 units or less (docs/benchmarks/identity.md, benchmarks/ties.py).
+transformers', did so at a gap of 2 units or less (docs/benchmarks/identity.md).
 """
 
 

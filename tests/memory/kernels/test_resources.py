@@ -29,7 +29,7 @@ def run(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 @pytest.fixture(scope="module")
 def resources(cache: Path) -> list[dict[str, Any]]:
     out = cache / "out.json"
-    done = run(cache, str(ROOT / "benchmarks" / "kernel_resources.py"), "--json", str(out))
+    done = run(cache, str(ROOT / "scripts" / "gpu" / "kernel_resources.py"), "--json", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
@@ -49,7 +49,7 @@ def test_no_kernel_spills_and_all_fit(resources: list[dict[str, Any]], arch: int
 def test_a_tile_that_is_too_large_is_found(cache: Path) -> None:
     planted = """
 import torch
-from benchmarks import kernel_resources as resources
+from scripts.gpu import kernel_resources as resources
 from volley.memory.kernels import attention
 attention.tile_shape = lambda *_: attention.TileShape(64, 64, 4)
 used = resources.compiled(resources.attention_case(torch.bfloat16, 256, parted=False), 86)

@@ -40,7 +40,7 @@ def tile_shape(groups: int, dim: int, dtype: torch.dtype) -> TileShape:
     """Return the tile for ``groups`` heads of size ``dim`` that share keys: it spills no register, and fits sm_86's 99 KiB of
     shared memory.
 
-    ``benchmarks/kernel_resources.py`` prints both. The shape depends on nothing else, because tiles of another shape may round
+    ``scripts/gpu/kernel_resources.py`` prints both. The shape depends on nothing else, because tiles of another shape may round
     differently.
     """
     if dtype.itemsize > 2 or dim > 256:

@@ -1,8 +1,8 @@
 """Registers, spills and shared memory of the Triton kernels on GPUs that need not be there: they are compiled ahead of time.
 
-    python benchmarks/kernel_resources.py                 a table
-    python benchmarks/kernel_resources.py --json OUT      the same as a list of objects
-    python benchmarks/kernel_resources.py --arch 90       for one architecture
+    python scripts/gpu/kernel_resources.py                 a table
+    python scripts/gpu/kernel_resources.py --json OUT      the same as a list of objects
+    python scripts/gpu/kernel_resources.py --arch 90       for one architecture
 
 It ends with status 1 if a kernel spills registers, or if its shared memory is too large.
 """
