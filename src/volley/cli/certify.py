@@ -1,8 +1,7 @@
-"""Commands that tune a drafter, certify a pair, and diagnose one. ``cli.py`` adds them to the command line."""
+"""Command ``volley certify``: checks that speculative output is the target's own."""
 
-import json
 import os
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,11 +11,12 @@ from volley.certify.options import CertifyConfig
 from volley.errors import ConfigError
 from volley.files import make_folder, write_atomically
 from volley.options import expand
-from volley.tune.options import TuneConfig
 
 if TYPE_CHECKING:
     from volley.certify.certificate import Certificate
     from volley.prompts import Message
+
+_say = partial(typer.echo, err=True)
 
 _DEFAULT_PROMPTS = (
     "How do I use `tar`?",
@@ -28,21 +28,6 @@ _DEFAULT_PROMPTS = (
     "def fibonacci(n):",
     "Explain in a few words what a hash table is and when it is slow.",
 )
-
-
-@expand
-def tune(config: TuneConfig) -> None:
-    """Tune a drafter to a model and its traffic: collect, choose, train, measure, certify, export, report.
-
-    Run again to resume after any stop. Every option can also come from the environment: VOLLEY_MAX_MINUTES=20. Exit code 1 if the
-    pair's output was not found lossless.
-    """
-    from volley.certify.certificate import read_certificate
-    from volley.tune.run import tune as run
-
-    out = run(config, _say)
-    if read_certificate(out / "certificate.json")["verdict"] != "lossless":
-        raise typer.Exit(1)
 
 
 @expand
@@ -119,71 +104,3 @@ def _certify_here(
     if engine.drafter is None and engine.target.diffusion is None:
         raise nothing
     return certify_pair(engine, [engine.encode(messages) for messages in asked], config, _say)
-
-
-@expand
-def doctor(
-    target: Annotated[str, typer.Option(help="Target: folder or hub name.")],
-    drafter: Annotated[Path, typer.Option(help="Drafter: its folder, or that of the run that trained it.")],
-    data: Annotated[
-        list[Path], typer.Option(help="Responses of volley collect to prompts like those served; may be repeated.")
-    ],
-    temperature: Annotated[float | None, typer.Option(help="Temperature of the served requests.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Block size in service, anchor included.")] = None,
-    decode: Annotated[bool, typer.Option(help="Decode the prompts too: measure τ, and check the prefix cache.")] = True,
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="Server of the pair, volley's or vLLM's, whose acceptance by position is compared."),
-    ] = None,
-) -> None:
-    """Explain low acceptance: list what is wrong with a pair, likeliest first, with the remedies; nothing for a healthy pair.
-
-    Exit code 1 if something is found.
-    """
-    from volley.doctor.counters import read_counters
-    from volley.doctor.diagnosis import Doctor
-    from volley.engine.engine import Engine
-
-    counters = None if metrics is None else read_counters(metrics)
-    physician = Doctor(target, drafter, data, temperature=temperature, block_size=block_size, say=_say)
-    engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
-    if engine is not None:
-        engine.procedures.write_causally()
-    found = physician.examine(engine, counters)
-    measured = "" if found.measured is None else f", {found.measured:.2f} measured"
-    typer.echo(f"τ {found.expected:.2f} expected from {len(physician.documents)} answers{measured}")
-    if counters is not None:
-        curves = (counters.acceptance, physician.as_it_is.acceptance)
-        served, expected = (" ".join(f"{share:.2f}" for share in curve) for curve in curves)
-        typer.echo(f"kept by position: {served} served, {expected} expected")
-    for finding in found.findings:
-        typer.echo(f"{finding.name}: {finding.evidence}\n  remedy: {finding.remedy}")
-    if found.findings:
-        raise typer.Exit(1)
-
-
-@expand
-def presets(
-    target: Annotated[
-        str | None, typer.Option(help="Derive the settings from this target's config: folder or hub name.")
-    ] = None,
-) -> None:
-    """Show the initial settings of volley train and tune for each family of models, for some targets by name, or for one
-    target."""
-    from volley.train.presets import FAMILIES, TARGETS, preset_named, read_preset
-
-    if target is not None:
-        typer.echo(json.dumps(asdict(read_preset(target)), indent=1))
-        return
-    for family in FAMILIES:
-        note = f"; {family.note}" if family.note else ""
-        typer.echo(f"{family.name:<10} blocks up to {family.block_size}, up to {family.layers} draft layers{note}")
-    for name in TARGETS:
-        own = preset_named(name)
-        shape = f"{own.num_layers} draft layers, blocks of {own.block_size}, taps {','.join(map(str, own.taps))}"
-        typer.echo(f"{name:<18} {shape}, {own.optimizer} at {own.learning_rate:g}")
-    typer.echo("With --target: taps, widths and learning rate from its config. volley tune starts there and measures.")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
