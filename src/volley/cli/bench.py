@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from volley.bench.tasks import BenchConfig
-from volley.cli.models import ModelOptions, load_engine
-from volley.config import CapacityConfig, DecodingConfig
+from volley.cli.models import Capacity, ModelOptions, load_engine
+from volley.config import DecodingConfig
 from volley.errors import ConfigError
 from volley.files import REFERENCE, find_target, make_folder, write_atomically
 from volley.options import Without, expand, on_command_line
@@ -31,8 +31,6 @@ class LoadOptions:
     """With --server: requests per level of load."""
     model: str | None = None
     """With --server: model to request; by default the only one it has."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """With --server: environment variable that holds the key."""
 
 
 @expand
@@ -40,7 +38,7 @@ def bench(
     config: BenchConfig,
     models: ModelOptions,
     decoding: Annotated[DecodingConfig, Without("policy", "block_size")],
-    capacity: CapacityConfig,
+    capacity: Capacity,
     load: LoadOptions,
     out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
 ) -> None:
@@ -105,7 +103,7 @@ def _bench_server(config: BenchConfig, options: LoadOptions, out: Path) -> None:
         config,
         url=options.server or "",
         model=options.model,
-        api_key=os.environ.get(options.api_key_env),
+        api_key=os.environ.get("OPENAI_API_KEY"),
         concurrencies=() if options.rates else (config.concurrency,),
         rates=options.rates,
         requests=options.requests,

@@ -10,7 +10,7 @@ import typer
 from volley.certify.options import CertifyConfig
 from volley.errors import ConfigError
 from volley.files import make_folder, write_atomically
-from volley.options import expand
+from volley.options import Without, expand
 
 if TYPE_CHECKING:
     from volley.certify.certificate import Certificate
@@ -32,7 +32,7 @@ _DEFAULT_PROMPTS = (
 
 @expand
 def certify(
-    config: CertifyConfig,
+    config: Annotated[CertifyConfig, Without("prompts_used")],
     url: Annotated[str | None, typer.Argument(help="A server (http://host:8000/v1) instead of a pair here.")] = None,
     plain: Annotated[
         str | None, typer.Option(help="With a URL: a server of the same target that decodes plainly.")
@@ -45,11 +45,11 @@ def certify(
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of both models.")] = "float32",
     model: Annotated[str | None, typer.Option(help="With a URL: model to request; by default its first.")] = None,
-    api_key_env: Annotated[str, typer.Option(help="With a URL: variable that holds the key.")] = "OPENAI_API_KEY",
     out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
 ) -> None:
     """Check that speculative output is the target's own: a verdict, a report, and exit code 1 unless it is found lossless.
 
+    OPENAI_API_KEY holds a server's key.
     The subject is a pair here, a diffusion language model that drafts for itself, or any OpenAI-compatible server as a black box.
     """
     from volley.certify.certificate import to_html
@@ -72,7 +72,7 @@ def certify(
                 f"{prompts} has chats of several messages, and a server completes texts; give rows of 'prompt', "
                 "or certify the pair here with --target and --drafter"
             )
-        key, texts = os.environ.get(api_key_env), [messages[0]["content"] for messages in asked]
+        key, texts = os.environ.get("OPENAI_API_KEY"), [messages[0]["content"] for messages in asked]
         found = certify_server(url, texts, config, plain=plain, model=model, key=key, say=_say)
     else:
         found = _certify_here(config, asked, target, drafter, dtype)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from volley.cli.models import ModelOptions, load_engine
+from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.cli.sampling import SamplingOptions
-from volley.config import CapacityConfig, DecodingConfig
+from volley.config import DecodingConfig
 from volley.options import expand
 
 
@@ -14,7 +14,7 @@ from volley.options import expand
 def chat(
     models: ModelOptions,
     decoding: DecodingConfig,
-    capacity: CapacityConfig,
+    capacity: Capacity,
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="System message; /system changes it.")] = None,
     thinking: Annotated[

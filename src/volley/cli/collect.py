@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from volley.cli.models import ModelOptions, load_engine
-from volley.config import CapacityConfig
+from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.errors import ConfigError
 from volley.options import expand, on_command_line
 from volley.train.collect import CollectConfig
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 def collect(
     config: CollectConfig,
     models: ModelOptions,
-    capacity: CapacityConfig,
-    batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 1024,
+    capacity: Capacity,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
@@ -29,13 +27,14 @@ def collect(
         str | None, typer.Option(help="Model to request from the endpoint; by default its only one.")
     ] = None,
     concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
-    retries: Annotated[int, typer.Option(help="Further attempts for a request that fails.")] = 6,
-    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY",
     raw: Annotated[
         bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
     ] = False,
 ) -> None:
-    """Collect the target's own responses to prompts as training data for volley train. Run again to resume."""
+    """Collect the target's own responses to prompts as training data for volley train. Run again to resume.
+
+    OPENAI_API_KEY holds an endpoint's key.
+    """
     from volley.cli import console
     from volley.train.collect import EngineSource, make_jobs
     from volley.train.collect import collect as run
@@ -48,17 +47,17 @@ def collect(
             )
         from volley.train.endpoint import EndpointSource
 
-        key, warn = os.environ.get(api_key_env), console.stderr().print
-        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, retries, warn=warn, raw=raw)
+        key, warn = os.environ.get("OPENAI_API_KEY"), console.stderr().print
+        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, warn=warn, raw=raw)
     else:
         if on_command_line("model") or on_command_line("raw"):
             raise ConfigError("--model and --raw are of an endpoint; give --endpoint, or a model here as --target")
-        if batch < 1:
-            raise ConfigError(f"batch is {batch}; it must be at least 1")
         make_jobs(config)  # what is wrong with prompts is said before a model is loaded
         engine = load_engine(models, None, capacity)
         engine.procedures.write_causally()
-        source = EngineSource(engine, models.target or "bundled", config.thinking, batch, engine.snapshot().max_tokens)
+        source = EngineSource(
+            engine, models.target or "bundled", config.thinking, most_tokens=engine.snapshot().max_tokens
+        )
     errors = console.stderr()
     end = run(config, source, console.progress(errors))
     errors.print(end.describe())

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from volley.cli.models import ModelOptions, load_engine
+from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.cli.sampling import SamplingOptions
-from volley.config import CapacityConfig, DecodingConfig
+from volley.config import DecodingConfig
 from volley.errors import ConfigError, InputError
 from volley.options import expand
 from volley.prompts import Conversation, load_prompts
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def generate(
     models: ModelOptions,
     decoding: DecodingConfig,
-    capacity: CapacityConfig,
+    capacity: Capacity,
     sampling: SamplingOptions,
     prompt: Annotated[str | None, typer.Argument(help="Prompt to answer.")] = None,
     prompts: Annotated[
@@ -32,9 +32,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter for the drafter.")] = None,
     diffusion: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for a diffusion language model; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Setting of a diffusion model, such as stream_drafts=true; may be repeated."),
     ] = None,
-    stream_drafts: Annotated[bool, typer.Option("--stream-drafts", help="On a terminal, repaint canvases.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     thinking: Annotated[
         bool | None,
@@ -56,11 +56,10 @@ def generate(
     conversations = load_prompts(prompts) if prompts is not None else []
     from volley.types import DiffusionParams
 
-    words = [*(diffusion or ()), *["stream_drafts=true"] * stream_drafts]
     params = sampling.params(
         stop=tuple(stop or ()),
         draft_adapter=str(adapter) if adapter else None,
-        diffusion=DiffusionParams.from_words(words) if words else None,
+        diffusion=DiffusionParams.from_words(diffusion) if diffusion else None,
     )
     engine = load_engine(models, decoding, capacity)
     from volley.chat import find_template

@@ -1,15 +1,20 @@
 """Options for the models of a command, and the engine that they describe."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from volley.config import CapacityConfig, DecodingConfig
 from volley.errors import ConfigError
 from volley.files import REFERENCE
 from volley.imports import import_transformers, quick_imports
+from volley.options import Without
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
+
+
+Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
+"""Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,18 @@
 """Command ``volley pilot``: trains a policy that chooses block sizes."""
 
+from typing import Annotated
+
 from volley.cli.models import ModelOptions, load_engine
-from volley.options import expand
+from volley.options import Without, expand
 from volley.prompts import load_prompts
 from volley.train.options import PilotOptions
 
+INTERNAL = ("batch", "eval_share", "input", "layers", "learning_rate", "width")
+"""Settings that BlockPilot's ablations vary (``benchmarks/pilot.py``)."""
+
 
 @expand
-def pilot(options: PilotOptions, models: ModelOptions) -> None:
+def pilot(options: Annotated[PilotOptions, Without(*INTERNAL)], models: ModelOptions) -> None:
     """Train the pilot policy of a drafter, which chooses a request's block size by the end of its prompt."""
     for source in options.prompts:
         load_prompts(source, options.data_dir, 1)  # report bad prompts before loading a model

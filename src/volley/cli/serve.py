@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from volley.cli.models import ModelOptions, load_engine
-from volley.config import CapacityConfig, DecodingConfig
+from volley.cli.models import Capacity, ModelOptions, load_engine
+from volley.config import DecodingConfig
 from volley.options import expand
 from volley.recalibrate.options import RecalibrateConfig
 from volley.serve.config import ServeConfig
@@ -17,7 +17,7 @@ def serve(
     config: ServeConfig,
     models: ModelOptions,
     decoding: DecodingConfig,
-    capacity: CapacityConfig,
+    capacity: Capacity,
     recalibration: RecalibrateConfig,
     engine: Annotated[
         Literal["volley", "vllm"],

@@ -1,4 +1,4 @@
-"""What ``volley tune`` is told."""
+"""Options of ``volley tune``."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ class TuneConfig:
     """Prompt files (JSONL with prompt, messages or turns) like those that are served, which the target here answers; ``builtin``:
     200 prompts of six kinds, for whoever has no traffic at hand."""
     endpoint: str | None = None
-    """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead."""
+    """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead. OPENAI_API_KEY holds its
+    key."""
     data: tuple[str, ...] = ()
     """Responses that volley collect has written already, instead of prompts."""
     max_minutes: float = 60.0
@@ -40,8 +41,6 @@ class TuneConfig:
     """Smallest bias of sampled output that certifying searches for; half of it takes four times as long."""
     model: str | None = None
     """With --endpoint: model to ask; by default the one it has."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """With --endpoint: environment variable that holds the key."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both models. auto: bfloat16, but float32 to train for narrow targets on a CPU, 512 wide at most."""
     device: str = "auto"
