@@ -19,7 +19,7 @@ from volley.models.drafters.drafter import Attend
 TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
 
 MASK_CELLS = 2**27
-"""Of a mask that is made at once; each is a byte, and PyTorch makes a number of it."""
+"""Maximum cells of a mask that is made at once. Each takes a byte, and PyTorch makes a number of it."""
 
 Context = list[tuple[Tensor, Tensor]]
 """K and V ``[D · S, kv_heads, d]`` of every draft layer (``Drafter.context_kv``)."""
@@ -47,7 +47,7 @@ class Layout:
         return self.anchors.shape[1]
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether query row ``query`` may see key row ``key`` (broadcast): the whole rule (DFlash §4.2, Figure 4)."""
+        """Return whether query row ``query`` may see key row ``key``, broadcast: the whole rule (DFlash §4.2, Figure 4)."""
         block = query // self.block_size
         anchor = self.anchors.flatten()[block]
         context_rows = self.documents * self.length

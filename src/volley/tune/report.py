@@ -25,7 +25,7 @@ right tokens before every block; tokens per second are expected from it and from
 OVERFIT = 0.02
 """How much the held-out cross-entropy must rise above its lowest, as a share, to be called over-fitting."""
 LINES = 10
-"""Of the training's log that are averaged: each tells of one step's blocks."""
+"""Lines of the training's log that are averaged. Each has the blocks of one step."""
 
 
 def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig) -> str:
@@ -56,7 +56,7 @@ def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
 
 
 def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any]) -> list[str]:
-    """What the reader should know before anything else."""
+    """Return what the reader should know first."""
     found = []
     if certificate["finding"]:
         found.append(f"The pair is {certificate['verdict']}: {certificate['finding']}.")
@@ -77,7 +77,7 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
 
 
 def is_overfit(log: list[dict[str, Any]]) -> bool:
-    """Whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on those learnt from."""
+    """Return whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on trained ones."""
     known = [row for row in log if "cross_entropy" in row]
     held = [(row["cross_entropy"], row["step"]) for row in known if row["kind"] == "eval"]
     train = [row for row in known if row["kind"] == "train"]
