@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from volley.errors import ConfigError, names_unknown_fields, unknown_key
+from volley.errors import ConfigError, check_fields, names_unknown_fields, unknown_key
 from volley.models.drafters.tap_layers import parse_taps
 from volley.prompts import check_training
 
@@ -50,7 +50,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
+    "attention": ("auto", "grouped", "sdpa"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -176,8 +176,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
-    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
+    """``grouped`` (one dense product per document) or ``sdpa`` (PyTorch's, with a mask); ``auto`` is ``sdpa`` on a GPU and
+    ``grouped`` elsewhere."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
     threads: int | None = None
@@ -199,9 +199,7 @@ class TrainConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in (*choices, *UNSET.get(name, ())):
                 raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
-        for name, good, want in self._checks():
-            if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+        check_fields(self, *self._checks())
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.reveal and self.loss_decay == "pace":
@@ -324,15 +322,13 @@ class PilotOptions:
         check_training(self.prompts)
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
-        for name in ("max_tokens", "batch", "concurrency", "epochs", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        positive = ("max_tokens", "batch", "concurrency", "epochs", "learning_rate")
+        check_fields(self, *((name, getattr(self, name) > 0, "positive") for name in positive))
         if self.radius < 1:
             raise ConfigError(
                 f"radius is {self.radius}; a pilot needs more than one size to choose from, give 1 or more"
             )
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"eval_share is {self.eval_share}; it must be between 0 and 1")
+        check_fields(self, ("eval_share", 0 < self.eval_share < 1, "between 0 and 1"))
 
     def block_sizes(self, largest: int) -> tuple[int, ...]:
         """The sizes a pilot chooses from, of a drafter for blocks of ``largest``."""

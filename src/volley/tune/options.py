@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from volley.certify.options import CertifyConfig
-from volley.errors import ConfigError
+from volley.errors import ConfigError, check_fields
 from volley.prompts import check_training
 
 
@@ -59,15 +59,14 @@ class TuneConfig:
             raise ConfigError(
                 "--thinking is for prompts that are answered here; the rows of --data say how theirs were"
             )
-        if not self.max_minutes > 0:
-            raise ConfigError(f"max_minutes is {self.max_minutes}; it must be positive")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
-        if self.block_size is not None and self.block_size < 2:
-            raise ConfigError(f"block_size is {self.block_size}; it must be at least 2, the anchor and a token")
         CertifyConfig(bias=self.bias)
-        for name in ("max_tokens", "limit", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        counts = {name: getattr(self, name) for name in ("max_tokens", "limit", "threads")}
+        check_fields(
+            self,
+            ("max_minutes", self.max_minutes > 0, "positive"),
+            ("block_size", self.block_size is None or self.block_size >= 2, "at least 2, the anchor and a token"),
+            *((name, value is None or value >= 1, "at least 1") for name, value in counts.items()),
+        )
         check_training(self.prompts)
