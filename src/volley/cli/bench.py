@@ -45,6 +45,7 @@ def bench(
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps the results so far.
 
     With --server: put load on a server and measure time to the first token, time between tokens, and throughput.
+    OPENAI_API_KEY holds its key.
     """
     if load.server is not None:
         if models.target is not None or models.drafter is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from volley.bench.html import STYLE, facts_list, image
+from volley.bench.html import facts_list, image, page
 from volley.bench.report import machine
 from volley.tune.options import TuneConfig
 
@@ -30,7 +30,7 @@ LINES = 10
 
 def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig) -> str:
     """``done`` are the outcomes of the steps, ``log`` the lines of the training's log."""
-    parts = [f"<h1>A drafter for {html.escape(config.target)}</h1><style>{STYLE}</style>"]
+    parts = [f"<h1>A drafter for {html.escape(config.target)}</h1>"]
     parts.append(f"<p>{html.escape(summary(done, certificate))}</p>")
     parts += [f"<p class=warning>{html.escape(note)}</p>" for note in notes(done, log, certificate)]
     parts.append(f"<pre>{html.escape(USE.format(target=config.target, out=str(config.out)))}</pre>")
@@ -44,8 +44,7 @@ def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[s
     exports = [[form, where] for form, where in done["export"].items() if form != "seconds"]
     parts.append(f"<h2>Exports</h2>{_table(['format', 'where, or why not'], exports)}")
     parts.append(f"<h2>This run</h2>{facts_list(_facts(done, certificate, config))}")
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley tune</title>\n{body}\n</html>\n'
+    return page("volley tune", parts)
 
 
 def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
