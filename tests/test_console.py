@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.console import Comparison, Paper, answer_all, demo_diffusion, explain_difference, median_turn
+from volley.cli.console import Comparison, Paper, answer_all, demo_diffusion, explain_difference, median_turn
 from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 from volley.prompts import Conversation
@@ -56,7 +56,7 @@ def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: 
 def test_the_diffusion_demo_leaves_only_text_on_a_terminal(
     tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("volley.console.DEMO_TOKENS", 14)
+    monkeypatch.setattr("volley.cli.console.DEMO_TOKENS", 14)
     target = Target.from_pretrained(tiny_pair.target, torch.float32)
     target.diffusion = replace(JOINT, mask_token_id=3)
     engine, screen = Engine(target), Screen(200)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.conftest import TinyPair
 from volley import Engine
-from volley.dialogue import COMMANDS, Dialogue
+from volley.cli.dialogue import COMMANDS, Dialogue
 from volley.errors import ConfigError
 from volley.types import GenerationResult, SamplingParams
 
@@ -203,6 +203,7 @@ def test_a_conversation_on_a_terminal(tiny_pair: TinyPair, tmp_path: Path) -> No
     terminal.wait_for(READY)
     terminal.write("\x1b[A\x1b[A\r")  # the history: Hello, /help
     terminal.wait_for(COMMANDS["/quit"])
+    terminal.wait_for(READY)
     terminal.write("\x04")
     assert terminal.end() == 0
     history = tmp_path / "volley" / "chat-history"

@@ -24,7 +24,7 @@ def test_the_command_line_decodes_without_the_compiler() -> None:
     imported, tokens = run(f"""
         import sys
         from volley import SamplingParams
-        from volley.cli import ModelOptions, load_engine
+        from volley.cli.models import ModelOptions, load_engine
         engine = load_engine(ModelOptions(device="cpu", dtype="float32"))
         [result] = engine.generate(["How do I use `tar`?"], SamplingParams(max_tokens=12))
         print([name for name in {HEAVY} if name in sys.modules])
@@ -41,7 +41,7 @@ def test_a_gguf_file_of_codes_is_loaded_without_the_compiler(tmp_path: Path) -> 
     )
     assert run(f"""
         import sys
-        from volley.cli import ModelOptions, load_engine
+        from volley.cli.models import ModelOptions, load_engine
         engine = load_engine(ModelOptions(target={str(path)!r}, device="cpu"))
         print(next(engine.generate("How do I")).stats.output_tokens > 0)
         print([name for name in {COMPILER} if name in sys.modules])

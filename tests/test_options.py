@@ -155,9 +155,9 @@ def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
 
 
 ENGINE_COMMANDS = {
-    "generate": (),
-    "serve": (),
-    "bench": ("policy", "block_size"),  # it has lists of them
+    "generate": ("num_pages", "page_size"),
+    "serve": ("num_pages", "page_size"),
+    "bench": ("num_pages", "page_size", "policy", "block_size"),  # it has lists of the last two
 }
 
 

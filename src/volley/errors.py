@@ -77,6 +77,13 @@ def check_keys(what: str, given: Iterable[str], known: Collection[str]) -> None:
             raise unknown_key(what, str(key), known)
 
 
+def check_fields(config: object, *checks: tuple[str, bool, str]) -> None:
+    """Refuse a bad value. Each check has a field's name, whether its value is good, and what it must be."""
+    for name, is_good, want in checks:
+        if not is_good:
+            raise ConfigError(f"{name} is {getattr(config, name)!r}; it must be {want}")
+
+
 def names_unknown_fields(cls: type[T]) -> type[T]:
     """Decorate a dataclass so that an unknown keyword raises ConfigError instead of Python's TypeError."""
     construct: Any = cls.__init__

@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from volley.errors import CheckpointError, ConfigError, WriteError
 
 REFERENCE = Path(__file__).parent / "reference"
-"""What is bundled: ``target``, ``drafter``, ``drafter-dflash`` without a sequential head, ``drafter-markov`` with another, and
-``diffusion``, the target that was also taught to fill masks; ``smollm2-135m``, a drafter of a published model."""
+"""Folder of the bundled models: ``target``; its drafters ``drafter``, ``drafter-dflash`` without a sequential head and
+``drafter-markov`` with another; ``diffusion``, the target that was also taught to fill masks; ``smollm2-135m``, a drafter of a
+published model."""
 BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")} | {
     "smollm2-135m": REFERENCE / "smollm2-135m"
 }

@@ -1,6 +1,7 @@
 """Each fault planted in the bundled pair is the first that is named, and the pair as it is gets silence."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from volley import Engine
 from volley.chat import template_digest
 from volley.doctor.diagnosis import Doctor, evenly
 from volley.engine.states import TargetPages
-from volley.errors import InputError, MismatchError
+from volley.errors import CheckpointError, InputError
 from volley.files import REFERENCE
+from volley.models.diagnosis import diagnose
 from volley.models.drafters.export import export
 from volley.models.targets.target import load_tokenizer
 from volley.procedures.request import Request
@@ -215,7 +217,15 @@ def test_a_drafter_of_a_target_of_another_shape_is_refused(drafter: Path, rows: 
         config["num_target_layers"] = 99
 
     edit(drafter, deeper)
-    with pytest.raises(MismatchError, match="number of target layers is 99"):
+    with pytest.raises(CheckpointError, match="number of target layers is 99"):
+        Doctor(TARGET, drafter, [rows])
+
+
+def test_what_inspect_finds_is_said_before_weights_are_loaded(drafter: Path, rows: Path) -> None:
+    tensors = load_tensors(drafter / "model.safetensors")
+    save_tensors(drafter / "model.safetensors", {name: tensors[name] for name in sorted(tensors)[1:]})
+    [problem] = diagnose(drafter, TARGET).problems
+    with pytest.raises(CheckpointError, match=f"{re.escape(problem)}$"):
         Doctor(TARGET, drafter, [rows])
 
 

@@ -127,7 +127,7 @@ def test_a_pool_that_holds_one_canvas_at_a_time_serves_all(model: Masked) -> Non
 def test_the_last_canvas_needs_room_though_it_is_cut(model: Masked) -> None:
     engine = Engine(model.target, num_pages=3, **BLOCKS)
     assert len(next(engine.generate([PROMPTS[1]], params(max_tokens=9))).token_ids) == 9
-    with pytest.raises(CapacityError, match="raise num_pages"):
+    with pytest.raises(CapacityError, match="raise kv_mib or num_pages"):
         engine.add_request(PROMPTS[1], params(max_tokens=17))
 
 

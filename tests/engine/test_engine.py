@@ -247,7 +247,7 @@ def test_a_cycle_costs_a_draft_only_where_something_is_drafted(pair: Pair) -> No
 
 def test_logits_need_pages_that_are_free(pair: Pair) -> None:
     engine = Engine(pair.target, num_pages=3, page_size=8)
-    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
+    with pytest.raises(CapacityError, match="raise kv_mib or num_pages or lower max_tokens"):
         engine.next_logits([1] * 25)
     engine.add_request([1] * 12, SamplingParams(max_tokens=2))
     engine.step()

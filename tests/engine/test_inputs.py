@@ -90,7 +90,9 @@ def test_text_needs_a_tokenizer_and_a_chat_of_turns_a_template(pair: Pair, engin
 
 def test_a_request_larger_than_the_pool(pair: Pair) -> None:
     engine = Engine(pair.target, num_pages=2, page_size=4)
-    with pytest.raises(CapacityError, match=r"9 tokens needs 3 pages .* has 2; raise num_pages or lower max_tokens"):
+    with pytest.raises(
+        CapacityError, match=r"9 tokens needs 3 pages .* has 2; raise kv_mib or num_pages or lower max_tokens"
+    ):
         engine.generate([1, 2, 3, 4], PARAMS)
     (result,) = engine.generate([1, 2, 3], PARAMS)
     assert len(result.token_ids) == 5
@@ -108,7 +110,7 @@ def test_a_request_larger_than_the_pool(pair: Pair) -> None:
         ({"max_batch_tokens": 0}, "max_batch_tokens and max_running must be at least 1"),
         ({"max_running": 0}, "max_batch_tokens and max_running must be at least 1"),
         ({"draft_window": -1}, "draft_window is -1; give at least 1 token, 0 for"),
-        ({"num_pages": 0}, "a pool of 0 pages of 16 tokens is empty; raise num_pages"),
+        ({"num_pages": 0}, "a pool of 0 pages of 16 tokens is empty; raise kv_mib or num_pages"),
         ({"page_size": 0}, "page_size is 0; a page holds at least 1 token"),
         ({"page_size": 0, "num_pages": 4}, "page_size is 0; a page holds at least 1 token"),
     ],

@@ -333,7 +333,7 @@ def test_a_listener_may_end_a_request(pair: Pair) -> None:
 
 def test_a_bad_prompt_among_many_queues_none(pair: Pair) -> None:
     engine = Engine(pair.target, page_size=4, num_pages=4)
-    with pytest.raises(CapacityError, match="raise num_pages or lower max_tokens"):
+    with pytest.raises(CapacityError, match="raise kv_mib or num_pages or lower max_tokens"):
         engine.generate([[1, 2], [1] * 30], SamplingParams(max_tokens=5))
     assert not engine.scheduler.has_work
 

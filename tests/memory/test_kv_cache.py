@@ -151,14 +151,16 @@ def test_a_page_is_found_only_after_the_same_beginning() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4), (-1, 4), (4, 0)])
 def test_an_empty_pool_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="is empty; raise num_pages"):
+    with pytest.raises(ConfigError, match="is empty; raise kv_mib or num_pages"):
         PagePool(*shape)
 
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
     pool = PagePool(3, 4)
     pool.check_fits(12)
-    with pytest.raises(CapacityError, match=r"13 tokens needs 4 pages .* has 3; raise num_pages or lower max_tokens"):
+    with pytest.raises(
+        CapacityError, match=r"13 tokens needs 4 pages .* has 3; raise kv_mib or num_pages or lower max_tokens"
+    ):
         pool.check_fits(13)
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.models.targets.test_sharded", "volley.cli", "volley.console"])
+CONTEXT.set_forkserver_preload(["tests.models.targets.test_sharded", "volley.cli", "volley.cli.console"])
 
 
 class Ended(NamedTuple):

@@ -9,7 +9,7 @@ from tests.conftest import TinyPair
 from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import Engine
-from volley.cli import ModelOptions
+from volley.cli.models import ModelOptions
 from volley.config import CapacityConfig, DecodingConfig
 from volley.engine.step import Step
 from volley.errors import ConfigError

@@ -159,7 +159,7 @@ def test_the_command_leaves_a_pilot_beside_the_drafter(
     file = tmp_path / "p.jsonl"
     file.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(6)))
     pair = ("--target", tiny_pair.target, "--drafter", drafter, *FAST)
-    few = ("--max-tokens", 6, "--epochs", 2, "--width", 8, "--batch", 4, "--radius", 4)
+    few = ("--max-tokens", 6, "--epochs", 2, "--radius", 4)
     missing = failure(monkeypatch, capsys, "generate", "Hi", "--policy", "pilot", *pair)
     assert "there is no pilot in" in missing
     assert "train one with `volley pilot`" in missing

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from volley.bench.report import COLUMNS, Report, Summary
@@ -27,9 +28,15 @@ speedup ÷ τ: 1 would be free drafting and verification. “identical” is the
 decoding's at T = 0."""
 
 
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return an HTML document."""
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return "\n".join(["<!doctype html>", f'<html lang="en">{head}', *parts, "</html>\n"])
+
+
 def to_html(report: Report) -> str:
     summaries = report.summaries
-    parts = [f"<h1>volley bench</h1><style>{STYLE}</style>"]
+    parts = ["<h1>volley bench</h1>"]
     if report.measurements.partial:
         parts.append("<p class=warning>Interrupted: this is what had been measured by then.</p>")
     parts.append(facts_list({**report.models, **report.machine, **_settings(report)}))
@@ -41,8 +48,7 @@ def to_html(report: Report) -> str:
         parts.append(f"<h2>Acceptance by position</h2>{image(_acceptance_plot(drafted))}")
         parts.append(f"<h2>Accepted lengths</h2>{image(_histogram_plot(drafted))}")
         parts.append(f"<h2>Where a cycle's time goes</h2>{image(_time_plot(summaries))}")
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley bench</title>\n{body}\n</html>\n'
+    return page("volley bench", parts)
 
 
 def _settings(report: Report) -> dict[str, Any]:

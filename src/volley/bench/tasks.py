@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from volley.config import DecodingConfig
-from volley.errors import ConfigError, InputError, unknown_key
+from volley.errors import ConfigError, InputError, check_fields, unknown_key
 from volley.prompts import Conversation, load_prompts
 
 if TYPE_CHECKING:
@@ -108,11 +108,12 @@ class BenchConfig:
     """Score the answers: exact match for mathematics and GPQA; code runs on its tests in a subprocess with limits."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.skip_prompts < 0:
-            raise ConfigError(f"skip_prompts is {self.skip_prompts}; it must be 0 or more")
+        counts = ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens")
+        check_fields(
+            self,
+            *((name, getattr(self, name) >= 1, "at least 1") for name in counts),
+            ("skip_prompts", self.skip_prompts >= 0, "0 or more"),
+        )
         for name in ("datasets", "temperatures", "denoising_steps", "tree_nodes"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty; give at least one")

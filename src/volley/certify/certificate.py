@@ -322,18 +322,13 @@ def _version(name: str) -> str:
 
 def to_html(certificate: dict[str, Any]) -> str:
     """Return the certificate as a self-contained HTML page."""
-    from volley.bench.html import STYLE
+    from volley.bench.html import facts_list, page
 
     rows = "".join(_row(check) for check in certificate["checks"])
     finding = f"<p class=warning>{html.escape(certificate['finding'])}</p>" if certificate["finding"] else ""
-    facts = "".join(
-        f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in certificate["subject"].items()
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley certify</title><style>{STYLE}</style>'
-        f"<h1>{html.escape(certificate['verdict'])}</h1>{finding}<dl>{facts}</dl>"
-        f"<table><tr><th>check</th><th></th><th>outcome</th><th>p</th></tr>{rows}</table></html>\n"
-    )
+    title = f"<h1>{html.escape(certificate['verdict'])}</h1>"
+    table = f"<table><tr><th>check</th><th></th><th>outcome</th><th>p</th></tr>{rows}</table>"
+    return page("volley certify", [title, finding, facts_list(certificate["subject"]), table])
 
 
 def _row(check: dict[str, Any]) -> str:

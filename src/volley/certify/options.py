@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import NormalDist
 
-from volley.errors import ConfigError
+from volley.errors import ConfigError, check_fields
 
 POWER = 0.9
 
@@ -28,10 +28,11 @@ class CertifyConfig:
     def __post_init__(self) -> None:
         if self.prompts_used < 1 or self.max_tokens < 8:
             raise ConfigError("certify needs at least one prompt and answers of 8 tokens")
-        if not 0 < self.bias < 0.5:
-            raise ConfigError(f"bias is {self.bias}; it must be between 0 and 0.5, such as 0.03")
-        if not 0 < self.alpha < 0.1:
-            raise ConfigError(f"alpha is {self.alpha}; it must be between 0 and 0.1")
+        check_fields(
+            self,
+            ("bias", 0 < self.bias < 0.5, "between 0 and 0.5, such as 0.03"),
+            ("alpha", 0 < self.alpha < 0.1, "between 0 and 0.1"),
+        )
 
     def sample_size(self, tests: int) -> int:
         """Return the number of tokens with which each of ``tests`` two-sided tests finds ``bias`` with probability 0.9, for

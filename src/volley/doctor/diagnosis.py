@@ -21,8 +21,8 @@ from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import read_json
 from volley.models.checkpoints.formats import drafter_folder
+from volley.models.diagnosis import diagnose
 from volley.models.drafters.drafter import Drafter
-from volley.models.targets.taps import decoder_layers
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget
@@ -91,12 +91,17 @@ class Doctor:
         block_size: int | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """Load a pair. ``temperature`` and ``block_size`` are those served, if known; ``say`` receives progress messages."""
+        """Load a pair. ``temperature`` and ``block_size`` are those served, if known; ``say`` receives progress messages.
+
+        Raises CheckpointError with every problem that :func:`volley.models.diagnosis.diagnose` finds in the files.
+        """
         if block_size is not None and block_size < 2:
             raise ConfigError(f"block_size is {block_size}; it must be at least 2, the anchor and a token")
         if temperature is not None and temperature < 0:
             raise ConfigError(f"temperature is {temperature}; it must be 0 or more")
         self._say, self.rows = say, evenly(read_rows(data), DOCUMENTS)
+        if problems := diagnose(drafter, target).problems:
+            raise CheckpointError(f"{drafter}: {'; '.join(problems)}")
         self.path, self.temperature, self.served_block = target, temperature, block_size
         self.folder, self.report = drafter, _beside(drafter, "training_report.json")
         trained: dict[str, Any] = self.report.get("options", {})
@@ -108,11 +113,6 @@ class Doctor:
                 f"{drafter} is of a type that volley does not train, and the doctor only examines types that it trains; "
                 "compare its acceptance with the figures of the program that it comes from"
             )
-        self.drafter.config.check_target(
-            hidden_size=self.target.text_config.hidden_size,
-            vocab_size=self.target.vocab_size,
-            num_layers=len(decoder_layers(self.target.model)),
-        )
         self.trained_length: int | None = self.report.get("data", {}).get("longest")
         self.seen = MOST_ANCHORS + self.drafter.config.block_size
         """Number of answer tokens that blocks at ``MOST_ANCHORS`` anchors cover."""

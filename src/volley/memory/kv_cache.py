@@ -99,7 +99,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ConfigError(f"a pool of {num_pages} pages of {page_size} tokens is empty; raise num_pages")
+            raise ConfigError(f"a pool of {num_pages} pages of {page_size} tokens is empty; raise kv_mib or num_pages")
         self.num_pages = num_pages
         self.page_size = page_size
         self._refs = np.zeros(num_pages, dtype=np.int32)
@@ -126,7 +126,7 @@ class PagePool:
         if self.pages_for(num_tokens) > self.num_pages:
             raise CapacityError(
                 f"a request of {num_tokens} tokens needs {self.pages_for(num_tokens)} pages and the whole pool has "
-                f"{self.num_pages}; raise num_pages or lower max_tokens"
+                f"{self.num_pages}; raise kv_mib or num_pages or lower max_tokens"
             )
 
     # -- allocation ----------------------------------------------------------------------------------------------------

@@ -99,12 +99,6 @@ class RotatedInt4Codec(Codec):
         pairs = self.pairs.index_select(0, codes.view(-1).int())
         return pairs.view(self.dtype).view(*codes.shape[:-1], -1) * scales.to(self.dtype)
 
-    def decode_by_definition(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Compute :meth:`decode` nibble by nibble in fp32."""
-        nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        vectors: Tensor = self.levels[nibbles.long()] * scales.float()
-        return vectors
-
 
 @functools.cache
 def random_rotation(size: int) -> Tensor:

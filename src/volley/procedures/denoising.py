@@ -54,7 +54,7 @@ class Denoising(Procedure):
             length = canvas_length(request.params)
             raise InputError(
                 f"no canvas of {length} fits after the prompt of {request.num_prompt} tokens, in the context "
-                "or the pages; shorten the prompt, use a smaller canvas_length, or raise num_pages",
+                "or the pages; shorten the prompt, use a smaller canvas_length, or raise kv_mib or num_pages",
                 field="diffusion.canvas_length",
             )
         if request.params.prompt_logprobs is not None:

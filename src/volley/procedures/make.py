@@ -69,7 +69,7 @@ class Procedures:
             if params.diffusion is not None:
                 raise ConfigError(
                     f"{type(self.target.model).__name__} is no diffusion language model; leave SamplingParams.diffusion out "
-                    "(--diffusion and --stream-drafts on the command line), or load one (docs/diffusion.md)",
+                    "(--diffusion on the command line), or load one (docs/diffusion.md)",
                     field="diffusion",
                 )
             return self.speculative, params

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from volley.errors import ConfigError, names_unknown_fields, unknown_key
+from volley.errors import check_fields, names_unknown_fields, unknown_key
 
 UPDATES = ("full", "adapter")
 
@@ -42,9 +42,7 @@ class RecalibrateConfig:
         for update in self.recalibrate_updates:
             if update not in UPDATES:
                 raise unknown_key("kind of recalibrate_updates,", update, UPDATES)
-        for name, good, want in self._checks():
-            if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+        check_fields(self, *self._checks())
 
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         rate = self.recalibrate_learning_rate

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from volley.errors import ConfigError
+from volley.errors import ConfigError, check_fields
 
 KEY_VARIABLE = "VOLLEY_API_KEY"
 
@@ -62,12 +62,14 @@ class ServeConfig:
     """Log request bodies, prompts included."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
-        if self.max_waiting < 0:
-            raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
-        if self.rate_limit is not None and not self.rate_limit > 0:
-            raise ConfigError(f"rate_limit is {self.rate_limit}; it must be more than 0, or left out for none")
+        positive = ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout")
+        check_fields(
+            self,
+            ("port", 0 <= self.port < 65536, "between 0 and 65535"),
+            ("max_waiting", self.max_waiting >= 0, "0 or more"),
+            ("rate_limit", self.rate_limit is None or self.rate_limit > 0, "more than 0, or left out for none"),
+            *((name, getattr(self, name) > 0, "more than 0") for name in positive),
+        )
         if self.models is not None and self.served_model_name is not None:
             raise ConfigError("served_model_name names one model; with --models, the file names each")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
@@ -78,9 +80,6 @@ class ServeConfig:
         for adapter in self.adapters:
             if not all(adapter.partition("=")):
                 raise ConfigError(f"the adapter {adapter!r} is not NAME=FOLDER")
-        for name in ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
 
     @property
     def is_ssl(self) -> bool:

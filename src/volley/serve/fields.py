@@ -29,6 +29,12 @@ KINDS_OF_ITEMS = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
 )
 
+OPENAI_WITHOUT_EFFECT = (
+    *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
+    *("safety_identifier", "session_id", "user"),
+)
+"""Fields of OpenAI's endpoints that do not change the answer."""
+
 
 def refusal(field: str | None, message: str) -> PydanticCustomError:
     """Return an error about ``field``; ``None``: about the field whose validator raises it."""

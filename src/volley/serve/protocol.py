@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, StrictBool, model_validator
 
 from volley.errors import ConfigError
-from volley.serve.fields import Body, Strict, Text, refusal, without_nulls
+from volley.serve.fields import OPENAI_WITHOUT_EFFECT, Body, Strict, Text, refusal, without_nulls
 from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Tools
 from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Strategy
@@ -138,17 +138,7 @@ class Diffusion(Strict):
 class _Request(Body, Sampling, GrammarFields):
     """Fields of both completion endpoints."""
 
-    without_effect: ClassVar = (
-        "guided_decoding_backend",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "session_id",
-        "user",
-    )
+    without_effect: ClassVar = ("guided_decoding_backend", *OPENAI_WITHOUT_EFFECT)
     instead_of_streaming: ClassVar = "set stream to false"
     """Advice in the error for streams that request ``prompt_logprobs``."""
 

@@ -8,7 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from volley.serve.errors import ApiError
-from volley.serve.fields import KINDS_OF_ITEMS, Body, FunctionName, Strict, Text, first_problem, refusal, without_nulls
+from volley.serve.fields import (
+    KINDS_OF_ITEMS,
+    OPENAI_WITHOUT_EFFECT,
+    Body,
+    FunctionName,
+    Strict,
+    Text,
+    first_problem,
+    refusal,
+    without_nulls,
+)
 from volley.serve.messages import MARKS, without
 from volley.serve.protocol import ChatRequest, Diffusion, Sampling
 
@@ -207,17 +217,7 @@ class ResponsesRequest(Body, Sampling):
         "messages": "use input, or /v1/chat/completions",
         "reasoning_effort": "use reasoning.effort",
     }
-    without_effect: ClassVar = (
-        "client_metadata",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "session_id",
-        "user",
-    )
+    without_effect: ClassVar = ("client_metadata", *OPENAI_WITHOUT_EFFECT)
 
     model: str | None = None
     input: Annotated[

@@ -20,7 +20,7 @@ Part = TypeVar("Part")
 LAST_TAP, OTHER_TAPS = 0.6, 0.1
 """How much of each tap the features begin as."""
 SCALES = tuple(0.5 ** (step / 2) for step in range(7))
-"""Of the last norm, the largest first. A smaller one would take long to grow again."""
+"""Scales of the last norm to try, the largest first. A smaller one would take long to grow again."""
 SHARPNESS = 1.3
 """Scale of the norms of queries and keys where the target has none: about what its own queries and keys have."""
 
@@ -42,7 +42,7 @@ class Attention:
 
     @classmethod
     def of(cls, layer: nn.Module, head_dim: int, heads: int) -> "Attention | None":
-        """Those of a decoder layer; ``None`` where it has no softmax attention with such projections."""
+        """Return the matrices of a decoder layer, or ``None`` if it has no softmax attention with such projections."""
         module = getattr(layer, "self_attn", None)
         found = None if module is None else _projections(module, head_dim, heads)
         if module is None or found is None:
@@ -114,7 +114,7 @@ class MLP:
 
     @classmethod
     def of(cls, layer: nn.Module) -> "MLP | None":
-        """Those of a decoder layer; ``None`` for experts and for MLPs without a gate."""
+        """Return the matrices of a decoder layer, or ``None`` for experts and for MLPs without a gate."""
         module = getattr(layer, "mlp", None) or getattr(layer, "feed_forward", None)
         output = getattr(module, "down_proj", None)
         if not isinstance(output, nn.Linear):
@@ -140,7 +140,8 @@ class MLP:
 
 
 def norm_scale(norm: nn.Module | None, width: int) -> Tensor | None:
-    """What a norm multiplies its unit input by ``[width]``, however it keeps that (Gemma: 1 + weight)."""
+    """Return the factors ``[width]`` by which a norm multiplies its unit input, however it stores them (Gemma: 1 + weight);
+    ``None`` if they cannot be read."""
     weight = getattr(norm, "weight", None)
     if norm is None or weight is None or weight.shape != (width,):
         return None
@@ -171,7 +172,7 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
 
 
 def _last(layers: Iterable[nn.Module], read: Callable[[nn.Module], Part | None], count: int) -> list[Part]:
-    """What ``read`` finds in the last ``count`` layers that have it; of fewer the first as often as it takes."""
+    """Return what ``read`` finds in the last ``count`` layers that have it. If there are fewer, the first is repeated."""
     found: list[Part] = []
     for layer in reversed(list(layers)):
         if len(found) < count and (part := read(layer)) is not None:

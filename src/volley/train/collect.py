@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    """What to ask and how."""
+    """Prompts to ask, and how to ask them."""
 
     prompts: tuple[str, ...]
     """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``), training datasets by name, or ``builtin``."""
@@ -103,7 +103,7 @@ class CollectJob:
 
 
 class Source(Protocol):
-    """Where answers come from."""
+    """Source of answers."""
 
     name: str
     """The model that answers; a journal holds the answers of one model only."""
@@ -119,7 +119,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands. ``tokens_per_second`` counts response tokens of this run only."""
+    """Progress of a run. ``tokens_per_second`` counts response tokens of this run only."""
 
     finished: int
     skipped: int
@@ -164,7 +164,7 @@ class Journal:
             file.truncate(whole)
 
     def _admit(self, line: bytes, number: int, model: str) -> bool:
-        """Whether this row completes its job."""
+        """Return whether this row completes its job. Raises InputError for a row of no collection or of another model."""
         try:
             row = json.loads(line)
             key, found, complete = row["key"], row["model"], bool(row["turn"] == row["turns"])

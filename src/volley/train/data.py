@@ -121,7 +121,7 @@ def _encode_chunk(
 
 
 def _is_bare(row: Row) -> bool:
-    """Whether the target read the prompt without a chat template, as ``volley collect --raw`` has servers do."""
+    """Return whether the target read the prompt without a chat template, as ``volley collect --raw`` has servers do."""
     return row.get("chat_template") is False and len(row["messages"]) == 2
 
 
@@ -156,7 +156,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
 
 
 class TrainingData:
-    """What is trained on (``documents``) and what is held out (``held_out``, and ``prompts`` for the engine)."""
+    """Rows to train on (``documents``) and held-out ones (``held_out``, and ``prompts`` for the engine)."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget) -> None:
         self.target = target
@@ -220,7 +220,7 @@ class TrainingData:
         return encoded
 
     def summary(self) -> dict[str, Any]:
-        """What the training report says of the data: counts, and how the responses came about."""
+        """Return the training report's facts about the data: counts, and how the responses were made."""
         return {
             **self.origin,
             "longest": max(self.lengths),

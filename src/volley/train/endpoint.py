@@ -42,7 +42,7 @@ class EndpointSource:
 
     urls: tuple[str, ...]
     model: str | None = None
-    """What the first endpoint serves when not given; all must serve the same."""
+    """Model to request; by default the first endpoint's. All must serve the same."""
     api_key: str | None = None
     thinking: bool | None = None
     concurrency: int = 16

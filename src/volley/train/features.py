@@ -1,4 +1,4 @@
-"""What the frozen target knows about each position: tapped hidden states and, if asked for, its soft labels."""
+"""Features of each position from the frozen target: tapped hidden states and, if asked for, its soft labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class FeatureSource(Protocol):
-    """Where features come from: the target here (:class:`OnlineFeatures`) or one that another process runs."""
+    """Source of features: the target here (:class:`OnlineFeatures`) or one that another process runs."""
 
     target: FrozenTarget
     layer_ids: tuple[int, ...]

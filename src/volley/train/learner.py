@@ -1,4 +1,4 @@
-"""What learns in a run: a drafter, new or started from another one, or an adapter of a drafter that stays."""
+"""Parameters that a run trains: a drafter, new or started from another one, or an adapter of a drafter that stays."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,20 +42,17 @@ class Learner:
             attach(drafter, self.adapter)
         self.shape = drafter.config
         self.vocabulary = _vocabulary(config, target, data.documents)
-        if not config.compile:
-            fuse(drafter)
+        fuse(drafter)
         self.model = BlockForward(drafter, _choose_attention(config, ranks.device))
         ranks.shard(self.model)
-        if config.compile:
-            self.model.compile(dynamic=True)
 
     @property
     def name(self) -> str:
-        """What the run makes, and the name of its folder."""
+        """Return the name of the run's product, which is also its folder's."""
         return "drafter" if self.adapter is None else "adapter"
 
     def parameters(self) -> list[nn.Parameter]:
-        """What learns."""
+        """Return the parameters that are trained."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
@@ -108,7 +105,7 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
 
 
 def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[Document]) -> Vocabulary | None:
-    """What the drafter drafts, ``None`` for all tokens. An adapter, and a kept shape, leave that to the drafter."""
+    """Return the tokens that the drafter drafts, ``None`` for all. An adapter and a kept shape leave them as they are."""
     if config.lora_rank is not None or config.keep_shape or config.draft_vocab_size == 0:
         return None
     ends, size = target.plain_ends, config.draft_vocab_size

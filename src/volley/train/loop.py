@@ -32,8 +32,10 @@ from volley.train.step import Slots, StepFunction
 from volley.train.vocabulary import loss_tokens
 
 MOST_BLOCKS = 64
-"""Of a response in an epoch, where their number is not given."""
+"""Maximum blocks of a response in an epoch if their number is not given."""
 _CLEARLY_WORSE = 0.97
+MAX_NORM = 1.0
+"""Norm of the gradient above which it is scaled down."""
 PROBED, PROBED_BLOCKS = 8, 4
 """Documents that a new drafter is tried on, and blocks of each."""
 
@@ -91,9 +93,9 @@ class Trainer:
         if config.init in (None, RANDOM):
             soften(self.learner.model.drafter.norm, self._probe)
         self.values: dict[str, Any] = {}
-        """Of the last evaluation."""
+        """Results of the last evaluation."""
         self.update_seconds = 0.0
-        """Of all steps, what the optimizer took; it takes as long for a small batch as for a large one."""
+        """Seconds of the optimizer in all steps. It takes as long for a small batch as for a large one."""
 
     def _probe(self) -> float:
         """The loss of some blocks of the first documents."""
@@ -213,8 +215,8 @@ class Trainer:
         started = time.monotonic()
         parameters = self.learner.parameters()
         self.ranks.sum_gradients(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
-        scale = learning_rate_scale(progress, self.config.warmup)
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        scale = learning_rate_scale(progress)
         for group in self.optimizer.param_groups:
             group["lr"] = filled(self.config.learning_rate) * scale
         self.optimizer.step()
@@ -237,7 +239,7 @@ class Trainer:
             yield (passes[number], True) if number < len(passes) else (indices[:1], False)
 
     def _is_over(self) -> bool:
-        """Whether evaluations have been getting worse for too long. Every process must ask."""
+        """Return whether evaluations have been getting worse for too long. Every process must call this."""
         patience = self.config.patience
         return patience is not None and self.ranks.any(self.schedule.position.worse >= patience)
 
@@ -262,7 +264,7 @@ class Trainer:
         self.ranks.wait()
 
     def _is_best(self, values: dict[str, Any]) -> bool:
-        """Whether no evaluation before had a better real τ; counts those that are clearly worse."""
+        """Return whether no evaluation before had a better real τ. Evaluations that are clearly worse are counted."""
         at, tau = self.schedule.position, float(values.get("decoded", {}).get("tau", 0.0))
         at.worse = at.worse + 1 if tau < _CLEARLY_WORSE * at.best_tau else 0
         is_best, at.best_tau = tau >= at.best_tau, max(tau, at.best_tau)

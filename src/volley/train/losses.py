@@ -56,9 +56,9 @@ class Objective:
     soft: float = 0.0
     total_variation: float = 0.0
     softcap: float | None = None
-    """Of the target's logits."""
+    """Softcap of the target's logits."""
     draft_softcap: float | None = None
-    """Of the drafter's."""
+    """Softcap of the drafter's logits."""
 
     @property
     def needs_target(self) -> bool:

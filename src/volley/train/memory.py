@@ -1,4 +1,4 @@
-"""What a training takes of the memory, said before it starts; what does not fit is refused."""
+"""Memory that a training needs, printed before it starts. A training that does not fit is refused."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from volley.train.features import KEPT, FrozenTarget
 from volley.train.losses import CHUNK
 
 BYTES_A_WEIGHT = 16
-"""Of a drafter: the weight, its gradient and the optimizer's two means, in fp32."""
+"""Bytes for each weight of a drafter: the weight, its gradient and the optimizer's two means, in fp32."""
 LIBRARIES = 700_000_000
 STATES = 12
 """Tensors as wide as the draft MLP that a row of a pass keeps for its gradients, about."""
@@ -53,7 +53,7 @@ def needs(
     remembers: bool,
     decodes: bool,
 ) -> Needs:
-    """What a training takes: ``parameters`` learn, ``rows`` of blocks pass at a time.
+    """Return the memory of a training of ``parameters``, with ``rows`` of blocks in one pass.
 
     On a CPU weights of the target are laid out anew beside their originals; a target that ``decodes`` is another one.
     """

@@ -10,19 +10,22 @@ from torch import Tensor, nn
 from volley import native
 from volley.train.options import TrainConfig, filled
 
+WEIGHT_DECAY = 0.01
+"""Weight decay of matrices."""
+
 
 def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], sharded: bool) -> torch.optim.Optimizer:
     """The optimizer that the options ask for; weight decay applies to matrices only."""
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     rate = filled(config.learning_rate)
     if config.optimizer == "muon":
-        return MuonWithAdamW(matrices, vectors, rate, config.weight_decay)
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return MuonWithAdamW(matrices, vectors, rate, WEIGHT_DECAY)
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, fused=not sharded)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What the device multiplies fastest: bf16 where it has products of bf16, else fp32."""
+    """Return the dtype that the device multiplies fastest: bf16 if it has instructions for it, else fp32."""
     return torch.bfloat16 if device.type == "cuda" or native.has_dot_products else torch.float32
 
 

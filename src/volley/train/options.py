@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from volley.errors import ConfigError, names_unknown_fields, unknown_key
+from volley.errors import ConfigError, check_fields, names_unknown_fields, unknown_key
 from volley.models.drafters.tap_layers import parse_taps
 from volley.prompts import check_training
 
@@ -50,7 +50,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
+    "attention": ("auto", "grouped", "sdpa"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -62,7 +62,7 @@ UNSET: dict[str, tuple[None]] = {"loss_decay": (None,), "optimizer": (None,)}
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What to train, on what, how and for how long. ``None`` takes the value from the target or from the paper."""
+    """Options of a training. ``None`` takes the value from the target, its preset or the paper."""
 
     target: str
     """Folder or hub name of the target: any causal LM that transformers loads."""
@@ -152,12 +152,6 @@ class TrainConfig:
     """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; by default the preset's."""
     learning_rate: float | None = None
     """Peak learning rate; by default the preset's, and the paper's 6e-4 for a drafter that is trained on."""
-    weight_decay: float = 0.01
-    """AdamW's weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-    warmup: float = 0.04
-    """Share of the run over which the learning rate rises; a straight line brings it to zero over the rest."""
     epochs: int | None = None
     """Passes over the data, at most. By default 6, or as many as ``max_steps`` and ``max_minutes`` allow where one is given."""
     max_steps: int | None = None
@@ -182,10 +176,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
-    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
-    compile: bool = False
-    """Compile the drafter with torch.compile."""
+    """``grouped`` (one dense product per document) or ``sdpa`` (PyTorch's, with a mask); ``auto`` is ``sdpa`` on a GPU and
+    ``grouped`` elsewhere."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
     threads: int | None = None
@@ -207,9 +199,7 @@ class TrainConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in (*choices, *UNSET.get(name, ())):
                 raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
-        for name, good, want in self._checks():
-            if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {want}")
+        check_fields(self, *self._checks())
         if self.fsdp and self.optimizer == "muon":
             raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.reveal and self.loss_decay == "pace":
@@ -247,12 +237,10 @@ class TrainConfig:
         shares = self.soft_targets + self.total_variation
         yield "total_variation", shares <= 1, "at most 1 together with soft_targets"
         yield "reveal", 0 <= self.reveal <= 1, "in [0, 1]"
-        yield "warmup", 0 <= self.warmup < 1, "in [0, 1)"
-        for name in ("eval_prompts", "weight_decay"):
-            yield name, getattr(self, name) >= 0, "0 or more"
+        yield "eval_prompts", self.eval_prompts >= 0, "0 or more"
         yield "draft_vocab_size", (self.draft_vocab_size or 0) >= 0, "0 or more"
         yield "max_length", self.max_length is None or self.max_length >= 2, "2 or more"
-        for name in ("clip", "log_steps", "head_rank"):
+        for name in ("log_steps", "head_rank"):
             yield name, getattr(self, name) > 0, "positive"
         optional: tuple[str, ...] = (
             "lora_rank",
@@ -313,7 +301,7 @@ class PilotOptions:
     radius: int = 2
     """How far the sizes go to either side of it."""
     input: str = "top"
-    """What the pilot sees of the prompt's end: the probabilities of the target's ``top`` tokens, all ``logits``, their
+    """Input from the prompt's last token: the probabilities of the target's ``top`` tokens, all ``logits``, their
     ``softmax``, the ``normalised`` logits, or the ``hidden`` states that the drafter reads."""
     width: int = 2048
     """Width of the hidden layers."""
@@ -334,15 +322,13 @@ class PilotOptions:
         check_training(self.prompts)
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
-        for name in ("max_tokens", "batch", "concurrency", "epochs", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be positive")
+        positive = ("max_tokens", "batch", "concurrency", "epochs", "learning_rate")
+        check_fields(self, *((name, getattr(self, name) > 0, "positive") for name in positive))
         if self.radius < 1:
             raise ConfigError(
                 f"radius is {self.radius}; a pilot needs more than one size to choose from, give 1 or more"
             )
-        if not 0 < self.eval_share < 1:
-            raise ConfigError(f"eval_share is {self.eval_share}; it must be between 0 and 1")
+        check_fields(self, ("eval_share", 0 < self.eval_share < 1, "between 0 and 1"))
 
     def block_sizes(self, largest: int) -> tuple[int, ...]:
         """The sizes a pilot chooses from, of a drafter for blocks of ``largest``."""

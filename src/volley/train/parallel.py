@@ -76,11 +76,11 @@ class Ranks:
         return self._exchange(value, lambda shared: dist.broadcast(shared, 0)) if self.world > 1 else value
 
     def any(self, wanted: bool) -> bool:
-        """Whether any process wants it."""
+        """Return whether any process wants it."""
         return self.sum(float(wanted)) > 0
 
     def all_see(self, value: float) -> bool:
-        """Whether every process has the first one's ``value``."""
+        """Return whether every process has the first one's ``value``."""
         return self.sum(abs(value - self.from_first(value))) == 0
 
     def _exchange(self, value: float, collective: Any) -> float:

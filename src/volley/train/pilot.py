@@ -199,7 +199,7 @@ def fit(
 
 
 def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
-    """What the network sees of each example, ``[N, D]``."""
+    """Return the network's input ``[N, D]`` for each example."""
     return features(config.input, examples.temperature, examples.logits, examples.hidden)
 
 

@@ -1,4 +1,4 @@
-"""Where a search begins: the shape of a drafter and its learning rate, from the target's config alone.
+"""Initial settings of a training: the shape of a drafter and its learning rate, from the target's config alone.
 
 The shapes follow the published drafters of each family (DFlash and DSpark checkpoints). A drafter that exists says itself what it
 is, so a preset is only ever the starting point of a training.
@@ -26,7 +26,7 @@ to orthogonalise on a CPU."""
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular about the drafters of a family."""
+    """Settings of the drafters of a family."""
 
     name: str
     model_types: tuple[str, ...]
@@ -59,17 +59,17 @@ SMALL, SMALL_BLOCK, SMALL_LAYERS = 1024, 8, 2
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a preset follows from."""
+    """Dimensions of a target, from which its preset follows."""
 
     model_type: str
     num_layers: int
     width: int
     intermediate_size: int
-    """Of the target's MLP; three widths where it has experts."""
+    """Width of the target's MLP; three hidden sizes if it has experts."""
 
     @classmethod
     def of(cls, config: Any) -> "Dimensions":
-        """Of a transformers config."""
+        """Return the dimensions in a transformers config."""
         text = config.get_text_config()
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         wide = None if experts else getattr(text, "intermediate_size", None)

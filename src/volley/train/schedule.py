@@ -1,4 +1,4 @@
-"""Where a run stands: the next batch, the progress of the run, and the learning rate at that progress."""
+"""Position of a run: the next batch, the progress of the run, and the learning rate at that progress."""
 
 import time
 from collections.abc import Sequence
@@ -9,11 +9,15 @@ from volley.train.parallel import Ranks
 from volley.train.state import Position
 
 DEFAULT_EPOCHS = 6
-"""Where nothing bounds a run (DFlash §4.2)."""
+"""Epochs of a run without another bound (DFlash §4.2)."""
 
 
-def learning_rate_scale(progress: float, warmup: float) -> float:
-    """Linear rise over ``warmup`` (from a hundredth), then a straight line to zero; ``progress`` in [0, 1]."""
+WARMUP = 0.04
+"""Share of a run over which the learning rate rises."""
+
+
+def learning_rate_scale(progress: float, warmup: float = WARMUP) -> float:
+    """Return the share of the peak rate at ``progress`` in [0, 1]: a linear rise from a hundredth, then a line to zero."""
     return max(progress / warmup, 0.01) if progress < warmup else (1 - progress) / (1 - warmup)
 
 
@@ -77,7 +81,7 @@ class Interval:
         self.last = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether it is due after ``step`` steps. Every process must ask."""
+        """Return whether it is due after ``step`` steps. Every process must call this."""
         if self.steps is not None and step % self.steps == 0:
             return True
         return self.minutes is not None and self.ranks.any(time.monotonic() - self.last > 60 * self.minutes)

@@ -26,7 +26,7 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class Position:
-    """Where a run stands. Order of data and anchors are functions of seed, epoch and document: no generator is kept."""
+    """Position of a run. Order of data and anchors are functions of seed, epoch and document: no generator is kept."""
 
     step: int = 0
     epoch: int = 0

@@ -60,12 +60,12 @@ class BlockForward(nn.Module):
 
 @dataclass(frozen=True)
 class Slots:
-    """What came of the slots of N blocks, ``[N, B − 1]`` each, on the CPU."""
+    """Results of the draft positions of N blocks, ``[N, B − 1]`` each, on the CPU."""
 
     correct: Tensor
     valid: Tensor
     cross_entropy: Tensor
-    """Of the labels, without weights: those of D-PACE shrink as it rises, so its loss hardly moves."""
+    """Cross-entropy of the labels, without weights: D-PACE's shrink as it rises, so the weighted loss hardly moves."""
 
     @classmethod
     def none(cls, block_size: int) -> Self:

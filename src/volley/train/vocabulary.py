@@ -18,7 +18,7 @@ from volley.train.documents import Document
 from volley.train.features import FrozenTarget
 
 SMALLEST = 8192
-"""Of the sizes that are tried, which are powers of two: below it a head is small beside everything else."""
+"""Smallest size to try. Sizes are powers of two; below this one a head is small beside everything else."""
 ACCEPTED = 0.8
 """The chance of a draft position, if the token is in the vocabulary, that the rule reckons with: τ = 1 / (1 − 0.8) = 5."""
 PAYS = 1.03
@@ -112,7 +112,7 @@ class LossTokens:
 
 
 def loss_tokens(documents: Sequence[Document], target: FrozenTarget) -> LossTokens | None:
-    """What the loss of a training looks at; ``None``: all tokens, where they are few, on a GPU, and where logits are capped."""
+    """Return the tokens that a training's loss looks at; ``None`` for all: if they are few, on a GPU, or if logits are capped."""
     if target.vocab_size < LARGE or target.device.type != "cpu" or target.softcap is not None:
         return None
     return LossTokens(response_counts(documents, target.vocab_size))

@@ -78,7 +78,7 @@ def run_collection(
 
 @dataclass(frozen=True)
 class Pace:
-    """What is known of a source before its first response."""
+    """Expected pace of a source, before its first response."""
 
     at_once: int
     """Responses that are under way together."""
@@ -87,7 +87,7 @@ class Pace:
 
 
 def progress_line(now: Collected, pace: Pace) -> str:
-    """What is there, and the minutes left. Responses that are under way count as half done."""
+    """Return a line with the number of responses and the minutes left. A response under way counts as half done."""
     left = now.total - now.skipped - now.finished
     line = f"{now.total - left} of {now.total} responses"
     if not now.finished:
@@ -106,7 +106,7 @@ def _source(config: TuneConfig, target: Callable[[], Target]) -> tuple[Source, P
         source = EngineSource(engine, config.target, config.thinking, most_tokens=engine.snapshot().max_tokens)
         return source, Pace(running, longest)
     raw = not load_tokenizer(config.target).chat_template
-    key = os.environ.get(config.api_key_env)
+    key = os.environ.get("OPENAI_API_KEY")
     endpoint = EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
     return endpoint, Pace(endpoint.concurrency)
 

@@ -23,7 +23,7 @@ JUDGED = 10
 
 
 def measure_seconds(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> float:
-    """What :func:`measure` takes at most, by passes that are timed here: as if no draft were kept."""
+    """Return the maximum seconds of :func:`measure`, from passes that are timed here, as if no draft were accepted."""
     plain, chosen = without_drafter(engine), prompts[:PROMPTS]
     answer = plain.cycle_seconds(_mean_length(chosen), 1) + ROOM * plain.cycle_seconds(1, 1)
     return 3 * (1 + len(chosen)) * len(set(temperatures)) * answer
@@ -42,7 +42,7 @@ def certify_seconds(engine: Engine, prompts: Sequence[Sequence[int]], config: Ce
 
 
 def _judging_seconds(vocab_size: int) -> float:
-    """Of a sampled token."""
+    """Return the seconds to judge one sampled token."""
     row, params = torch.randn(vocab_size), SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
     started = time.perf_counter()
     for _ in range(JUDGED):

@@ -1,11 +1,11 @@
-"""What ``volley tune`` is told."""
+"""Options of ``volley tune``."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from volley.certify.options import CertifyConfig
-from volley.errors import ConfigError
+from volley.errors import ConfigError, check_fields
 from volley.prompts import check_training
 
 
@@ -21,7 +21,8 @@ class TuneConfig:
     """Prompt files (JSONL with prompt, messages or turns) like those that are served, which the target here answers; ``builtin``:
     200 prompts of six kinds, for whoever has no traffic at hand."""
     endpoint: str | None = None
-    """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead."""
+    """OpenAI-compatible URL (http://host:8000/v1) of the same target, which answers --prompts instead. OPENAI_API_KEY holds its
+    key."""
     data: tuple[str, ...] = ()
     """Responses that volley collect has written already, instead of prompts."""
     max_minutes: float = 60.0
@@ -40,8 +41,6 @@ class TuneConfig:
     """Smallest bias of sampled output that certifying searches for; half of it takes four times as long."""
     model: str | None = None
     """With --endpoint: model to ask; by default the one it has."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """With --endpoint: environment variable that holds the key."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both models. auto: bfloat16, but float32 to train for narrow targets on a CPU, 512 wide at most."""
     device: str = "auto"
@@ -60,15 +59,14 @@ class TuneConfig:
             raise ConfigError(
                 "--thinking is for prompts that are answered here; the rows of --data say how theirs were"
             )
-        if not self.max_minutes > 0:
-            raise ConfigError(f"max_minutes is {self.max_minutes}; it must be positive")
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
-        if self.block_size is not None and self.block_size < 2:
-            raise ConfigError(f"block_size is {self.block_size}; it must be at least 2, the anchor and a token")
         CertifyConfig(bias=self.bias)
-        for name in ("max_tokens", "limit", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        counts = {name: getattr(self, name) for name in ("max_tokens", "limit", "threads")}
+        check_fields(
+            self,
+            ("max_minutes", self.max_minutes > 0, "positive"),
+            ("block_size", self.block_size is None or self.block_size >= 2, "at least 2, the anchor and a token"),
+            *((name, value is None or value >= 1, "at least 1") for name, value in counts.items()),
+        )
         check_training(self.prompts)

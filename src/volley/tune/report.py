@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from volley.bench.html import STYLE, facts_list, image
+from volley.bench.html import facts_list, image, page
 from volley.bench.report import machine
 from volley.tune.options import TuneConfig
 
@@ -25,12 +25,12 @@ right tokens before every block; tokens per second are expected from it and from
 OVERFIT = 0.02
 """How much the held-out cross-entropy must rise above its lowest, as a share, to be called over-fitting."""
 LINES = 10
-"""Of the training's log that are averaged: each tells of one step's blocks."""
+"""Lines of the training's log that are averaged. Each has the blocks of one step."""
 
 
 def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig) -> str:
     """``done`` are the outcomes of the steps, ``log`` the lines of the training's log."""
-    parts = [f"<h1>A drafter for {html.escape(config.target)}</h1><style>{STYLE}</style>"]
+    parts = [f"<h1>A drafter for {html.escape(config.target)}</h1>"]
     parts.append(f"<p>{html.escape(summary(done, certificate))}</p>")
     parts += [f"<p class=warning>{html.escape(note)}</p>" for note in notes(done, log, certificate)]
     parts.append(f"<pre>{html.escape(USE.format(target=config.target, out=str(config.out)))}</pre>")
@@ -44,8 +44,7 @@ def to_html(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[s
     exports = [[form, where] for form, where in done["export"].items() if form != "seconds"]
     parts.append(f"<h2>Exports</h2>{_table(['format', 'where, or why not'], exports)}")
     parts.append(f"<h2>This run</h2>{facts_list(_facts(done, certificate, config))}")
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>volley tune</title>\n{body}\n</html>\n'
+    return page("volley tune", parts)
 
 
 def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
@@ -56,7 +55,7 @@ def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
 
 
 def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any]) -> list[str]:
-    """What the reader should know before anything else."""
+    """Return what the reader should know first."""
     found = []
     if certificate["finding"]:
         found.append(f"The pair is {certificate['verdict']}: {certificate['finding']}.")
@@ -77,7 +76,7 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
 
 
 def is_overfit(log: list[dict[str, Any]]) -> bool:
-    """Whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on those learnt from."""
+    """Return whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on trained ones."""
     known = [row for row in log if "cross_entropy" in row]
     held = [(row["cross_entropy"], row["step"]) for row in known if row["kind"] == "eval"]
     train = [row for row in known if row["kind"] == "train"]

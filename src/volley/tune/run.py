@@ -53,16 +53,17 @@ from volley.tune.trials import (
 from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
 TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
-"""Of the first ``LONG`` minutes, and of those beyond; the rest is the training's."""
+"""Shares for trials of the first ``LONG`` minutes and of those beyond. The rest is the training's."""
 READ_SHARE = 0.12
-"""Of the minutes, at most, in which the target reads the responses; they are the training's, which need not read them again."""
+"""Maximum share of the minutes for the target's reading of the responses. The training
+need not read them again."""
 MOST_READ = 0.75
 """Share of the responses from which on all count as read: the rest is read in each step that has them."""
 READ_WINDOW, READ_TOKENS = 64, 2048
 """Responses that are sorted by length, and tokens of a pass over some of them."""
 TYPICAL_TRIALS = 12
 LEAST_SHARE = 0.25
-"""Of the minutes, for the training, however long the choice took."""
+"""Minimum share of the minutes for the training, however long the choice took."""
 SHORTEST_TRIAL = 1 / 4
 """Minutes."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
@@ -70,7 +71,7 @@ TIMED_STEPS = 5
 ANCHORS = 64
 """Blocks of a response in a step, at most."""
 STEPS = 4000
-"""Of the training, at least, where batches are not too small for that: short trainings need steps."""
+"""Minimum steps of the training, unless batches would be too small: short trainings need steps."""
 UPDATE_SHARE, FEWEST_STEPS = 0.25, 500
 """Most of a step that the optimizer's update may take, where so many steps are left: Muon takes as long for a small batch."""
 FEW_STEPS = 1000
@@ -119,7 +120,7 @@ class Tuning:
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
         self.drafter = config.out / "drafter"
-        reporting = {"threads", "api_key_env", "out"}
+        reporting = {"threads", "out"}
         options = {key: value for key, value in asdict(config).items() if key not in reporting}
         self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
         self.prefix, self._has_read = "", False
@@ -129,7 +130,7 @@ class Tuning:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of the training."""
+        """Dtype of the training."""
         text = read_config(self.config.target).get_text_config()
         return training_dtype(self.config.dtype, text.hidden_size, usable_device(self.config.device))
 
@@ -312,7 +313,7 @@ class Tuning:
 
     @property
     def training_minutes(self) -> float:
-        """What trials of the whole time that they may have leave to the training."""
+        """Minutes left for the training if trials take all of theirs."""
         read: float = self.progress.done.get("read", 0.0)
         return self.config.max_minutes - trial_minutes(self.config.max_minutes) - read
 
@@ -423,7 +424,7 @@ class Tuning:
 
 
 def trial_minutes(minutes: float) -> float:
-    """Those of all trials, of ``minutes`` in all."""
+    """Return the minutes of all trials, out of ``minutes`` in all."""
     return TRIAL_SHARE * min(minutes, LONG) + LATER_SHARE * max(0.0, minutes - LONG)
 
 

@@ -1,4 +1,4 @@
-"""What a tuning run has done so far, in one file of its folder: a killed run goes on behind its last finished step."""
+"""Progress of a tuning run, in one file of its folder. A killed run goes on behind its last finished step."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ SEES = 1.5
 """The τ of the preset's trial from which on trials can tell options apart: below it, what they differ by is noise."""
 TRIAL_BLOCK = 8
 BLOCK_SIZES = (4, TRIAL_BLOCK, 12, 16)
-"""What a training may have; a long one accepts so much more than its trials that it is not offered the shortest."""
+"""Block sizes to choose from. A long training accepts so much more than its trials that it is not offered the shortest."""
 SHORTER = 1.1
 """How much better a block below ``TRIAL_BLOCK`` must be. A policy verifies fewer tokens of a longer one where they do not pay,
 none verifies more than a block has, and the training accepts more than the trial does."""
@@ -44,7 +44,7 @@ NARROW, MIDDLE = 256, 512
 
 @dataclass(frozen=True)
 class Trial:
-    """What a short training with ``options`` came to."""
+    """Result of a short training with ``options``."""
 
     name: str
     options: dict[str, Any]
@@ -127,7 +127,7 @@ class Search:
     """Hidden size of the target."""
     say: Callable[[str], None]
     trials: list[Trial] = field(default_factory=list)
-    """Those of a run before come first."""
+    """All trials; those of an earlier run come first."""
     note: Callable[[Trial], None] = lambda trial: None
     """Told of each new trial."""
     minutes: float = float("inf")
@@ -135,7 +135,7 @@ class Search:
     spent: Callable[[], float] | None = None
     """The minutes that are gone, by the clock; without it those that the trials trained."""
     few_steps: bool = True
-    """Whether the training will have so few steps that what learns fast stays ahead. Higher rates, smaller batches and fewer
+    """True if the training will have so few steps that fast learners stay ahead. Higher rates, smaller batches and fewer
     layers win every short trial; where the training is much longer they are not asked about."""
 
     def run(self) -> Trial:
@@ -220,7 +220,7 @@ class Search:
         return best
 
     def _targets(self, best: Trial) -> Trial:
-        """What the loss is taken against. The mixture is asked for in any case: alone soft targets show late."""
+        """Choose the loss's targets. The mixture is tried in any case: soft targets alone show late."""
         soft = self._compare(best, ("soft targets", {"soft_targets": 0.5}))
         return self._compare(soft, ("total variation", {"soft_targets": 0.3, "total_variation": 0.5}))
 
@@ -245,7 +245,7 @@ def rules(width: int) -> dict[str, Any]:
 
 
 def head_rank(width: int) -> int:
-    """Of a sequential head for a target of hidden size ``width``."""
+    """Return the rank of a sequential head for a target of hidden size ``width``."""
     return min(256, max(16, width // 2))
 
 
@@ -316,7 +316,7 @@ def from_json(raw: dict[str, Any]) -> Trial:
 
 
 def training_dtype(choice: str, width: int, device: torch.device) -> torch.dtype:
-    """Of the products of a drafter of hidden size ``width``: bf16, but on a CPU fp32 where that is faster.
+    """Return the dtype to train a drafter of hidden size ``width`` in: bf16, but on a CPU fp32 if that is faster.
 
     At a width of 256 bf16 learns from 1.65 times as many tokens a second, on a CPU that multiplies them. Narrower matrices are
     converted for longer than they are multiplied, and other CPUs multiply bf16 slowly.

@@ -220,7 +220,7 @@ def test_taps_embedding_and_head_are_found(tmp_path: Path) -> None:
     with Taps(target.model, (0, 2)) as taps, torch.inference_mode():
         target.run_probe(TOKENS, TOKENS, lambda layer, q, k, v, options: q)
         assert taps.take().shape == (1, 12, 2 * 128)
-    assert torch.equal(target.head_weight, wide_model().get_parameter("lm_head.weight"))
+    assert torch.equal(target.kept_head[: target.vocab_size], wide_model().get_parameter("lm_head.weight"))
     assert torch.equal(target.embed(TOKENS[0]), wide_model().get_parameter("model.embed_tokens.weight")[:12])
 
 

@@ -22,6 +22,7 @@ from tests.costs import settle
 from tests.models.processes import run_ranks
 from tests.tiny import Answers, Taught, block_proposer, eager_model, random_prompts
 from volley import Engine, SamplingParams, cli
+from volley.cli.models import ModelOptions, load_engine
 from volley.errors import ConfigError, ParallelError, UnsupportedModelError, VolleyError
 from volley.memory.attention import paged_attention
 from volley.memory.kv_store import KVStore
@@ -318,7 +319,7 @@ def test_codes_and_other_devices_are_refused(tiny_pair: TinyPair, monkeypatch: p
     with pytest.raises(ConfigError, match="device is meta; leave device out"):
         ShardedTarget.from_pretrained(tiny_pair.target, device="meta")
     with pytest.raises(ConfigError, match="long_context is for a target in one process"):
-        cli.load_engine(cli.ModelOptions(long_context=True, tensor_parallel=True))
+        load_engine(ModelOptions(long_context=True, tensor_parallel=True))
 
 
 def test_old_packages_are_refused(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,11 +329,6 @@ class Target:
         forward = vars(self._head).get("forward")
         return forward if isinstance(forward, Product) else self._head.get_parameter("weight").detach()
 
-    @property
-    def head_weight(self) -> Tensor:
-        """Return the head's matrix ``[V, H]`` as a tensor; a matrix packed for the kernels is copied."""
-        return self.kept_head[: self.vocab_size]
-
     def head(self, hidden: Tensor) -> Tensor:
         """Return logits ``[T, V]`` of normed hidden states ``[T, H]``."""
         logits: Tensor = self._head(hidden)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from volley.chat import check_template
-from volley.console import DRAFTED, Paper
+from volley.cli.console import DRAFTED, Paper
 from volley.errors import ConfigError, VolleyError
 from volley.prompts import Message
 from volley.types import GenerationStats, SamplingParams

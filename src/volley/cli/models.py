@@ -1,0 +1,75 @@
+"""Options for the models of a command, and the engine that they describe."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from volley.config import CapacityConfig, DecodingConfig
+from volley.errors import ConfigError
+from volley.files import REFERENCE
+from volley.imports import import_transformers, quick_imports
+from volley.options import Without
+
+if TYPE_CHECKING:
+    from volley.engine.engine import Engine
+
+
+Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
+"""Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options for the models and the device that runs them."""
+
+    target: str | None = None
+    """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
+    drafter: str | None = None
+    """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; the bundled target comes with its own, and with
+    reference-dflash and reference-markov. smollm2-135m is SmolLM2-135M-Instruct's."""
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    """Data type of both models."""
+    device: str = "auto"
+    """Torch device, such as cpu or cuda; auto is the GPU if there is one."""
+    weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """Format of the target's weights on a CPU: bf16, or quantised to int8 or int4, which changes what the target computes;
+    auto is bf16, or quantised for a quantised GGUF file."""
+    long_context: bool = False
+    """Let a longrope target (Phi-3, Phi-4-mini) use its long factors at every position, beyond its original context."""
+    draft_weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
+    """Format of the drafter's weights and head: int8 and int4 are for a CPU. It changes acceptance, never the
+    output. auto is the target's quantisation, or int8 beside bf16 on a CPU with AVX512's dot products."""
+    threads: int | None = None
+    """Maximum number of CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
+    tensor_parallel: bool = False
+    """Shard a target that fits no single device over the processes of torchrun; the first one answers."""
+
+
+def load_engine(
+    models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
+) -> "Engine":
+    """Return the engine that the options describe. For speed, part of transformers is not imported unless it already was."""
+    with quick_imports():
+        import torch
+
+        if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
+            import_transformers()
+        from volley.engine.engine import Engine
+        from volley.models.targets.diffusion import load_target
+
+    if models.threads is not None:
+        if models.threads < 1:
+            raise ConfigError(f"threads is {models.threads}; it must be at least 1")
+        torch.set_num_threads(models.threads)
+    named = ("device", "weights", "draft_weights", "tensor_parallel")
+    options: dict[str, Any] = {name: getattr(models, name) for name in named}
+    if models.drafter is not None:
+        options["drafter"] = None if models.drafter == "none" else models.drafter
+    dtype = getattr(torch, models.dtype)
+    target: Any = models.target
+    if models.long_context and models.tensor_parallel:
+        raise ConfigError("long_context is for a target in one process; leave it or tensor_parallel out")
+    if models.long_context:
+        target = load_target(models.target or REFERENCE / "target", dtype, models.device, models.weights)
+        target.use_long_factors()
+        options["weights"] = "auto"
+    return Engine.from_pretrained(target, dtype=dtype, config=decoding, capacity=capacity, **options)

@@ -1,0 +1,31 @@
+"""Command ``volley train``: trains a drafter."""
+
+from typing import Annotated
+
+import typer
+
+from volley.options import Without, expand
+from volley.train.options import TrainConfig
+
+INTERNAL = (
+    "attention",
+    "eval_max_tokens",
+    "eval_steps",
+    "gamma",
+    "head_dim",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "patience",
+    "save_minutes",
+    "save_steps",
+)
+"""Settings for Python: presets, ``volley tune`` and tests choose them."""
+
+
+@expand
+def train(config: Annotated[TrainConfig, Without(*INTERNAL)]) -> None:
+    """Train a drafter for a target on its own responses. Run again to resume, with torchrun for several processes."""
+    from volley.train.loop import train as run
+
+    typer.echo(f"written to {run(config)}", err=True)
