@@ -1,13 +1,12 @@
-"""One rule, three implementations; and nothing leaks between blocks, documents or from behind the anchor."""
+"""One rule, four implementations; and nothing leaks between blocks, documents or from behind the anchor."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.train.dense import attend_dense, dense_mask
 from volley.train import attention
-from volley.train.attention import Layout, attend_grouped, attend_sdpa
+from volley.train.attention import ATTENTION, Layout, attend_dense, attend_grouped, attend_sdpa
 
 D, S, A, B, HEADS, KV_HEADS, DIM = 3, 13, 4, 3, 4, 2, 8
 
@@ -29,9 +28,6 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(*shape, DIM, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-ATTENTION = {"dense": attend_dense, "grouped": attend_grouped, "sdpa": attend_sdpa}
-
-
 def outputs(name: str, layout: Layout, inputs: list[torch.Tensor]) -> torch.Tensor:
     context_keys, context_values, queries, keys, values = inputs
     return ATTENTION[name](layout, [(context_keys, context_values)])(0, queries, keys, values)
@@ -40,7 +36,7 @@ def outputs(name: str, layout: Layout, inputs: list[torch.Tensor]) -> torch.Tens
 @pytest.mark.parametrize("window", [None, 4])
 def test_dense_mask_is_the_rule_spelled_out(window: int | None) -> None:
     layout = make_layout(window)
-    mask = dense_mask(layout)
+    mask = layout.dense_mask()
     assert mask.shape == (D * A * B, D * S + D * A * B)
     for row in range(D * A * B):
         document, block = row // (A * B), row // B
@@ -69,6 +65,16 @@ def test_grouped_in_bf16_stays_close() -> None:
     torch.testing.assert_close(
         outputs("grouped", layout, rounded).float(), outputs("dense", layout, inputs), atol=0.05, rtol=0.05
     )
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_flex_attentions_mask_function_is_the_same_rule(window: int | None) -> None:
+    from torch.nn.attention.flex_attention import create_mask
+
+    layout = make_layout(window)
+    rows, keys = D * A * B, D * S + D * A * B
+    made = create_mask(lambda b, h, q, k: layout.allowed(q, k), None, None, rows, keys, device="cpu")
+    assert torch.equal(made[0, 0], layout.dense_mask())
 
 
 @pytest.mark.parametrize("attend", [attend_dense, attend_grouped, attend_sdpa])

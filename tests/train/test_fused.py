@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.train.dense import attend_dense
 from volley.models.drafters.drafter import Drafter, RMSNorm, rotate
-from volley.train.attention import Layout
+from volley.train.attention import Layout, attend_dense
 from volley.train.fused import _Norm, _Rotation, fuse, keep_freed_memory
 
 

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.dense import attend_dense
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.models.drafters.drafter import Drafter
 from volley.train import cache as cache_module
 from volley.train import loop
-from volley.train.attention import ATTENTION
 from volley.train.loop import Trainer, train
 from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
@@ -140,11 +138,12 @@ def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) ->
 
 @pytest.mark.parametrize("changes", [{}, {"soft_targets": 0.5, "window": 6}])
 def test_grouped_attention_trains_like_the_dense_reference(
-    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    found = [run(tiny_run(tiny_pair.target, tmp_path, out=str(tmp_path / "grouped"), **changes))]
-    monkeypatch.setitem(ATTENTION, "grouped", attend_dense)
-    found.append(run(tiny_run(tiny_pair.target, tmp_path, out=str(tmp_path / "dense"), **changes)))
+    found = []
+    for attention in ("dense", "grouped"):
+        options = tiny_run(tiny_pair.target, tmp_path, attention=attention, out=str(tmp_path / attention), **changes)
+        found.append(run(options))
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
 

@@ -1,7 +1,8 @@
 """Attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
 
-``grouped`` goes document by document, for CPUs; ``sdpa`` is PyTorch's attention with a mask for each document, for GPUs. Tests
-compare both with the rule spelled out over all keys (DFlash §4.2, Figure 4).
+Four implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
+``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's attention with a mask for each document, for GPUs) and ``flex``
+(FlexAttention's sparse kernel, which is compiled first: for long trainings with many blocks of long documents).
 """
 
 import math
@@ -45,6 +46,26 @@ class Layout:
         """Blocks of a document, A."""
         return self.anchors.shape[1]
 
+    def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether query row ``query`` may see key row ``key``, broadcast: the whole rule (DFlash §4.2, Figure 4)."""
+        block = query // self.block_size
+        anchor = self.anchors.flatten()[block]
+        context_rows = self.documents * self.length
+        position = key % self.length
+        before = position < anchor
+        if self.window is not None:
+            before = before & (position >= anchor - self.window)
+        in_context = (key < context_rows) & (key // self.length == block // self.blocks) & before
+        in_block = (key >= context_rows) & ((key - context_rows) // self.block_size == block)
+        return in_context | in_block
+
+    def dense_mask(self) -> Tensor:
+        """``[D·A·B, D·S + D·A·B]`` bool."""
+        queries = self.anchors.numel() * self.block_size
+        device = self.anchors.device
+        query = torch.arange(queries, device=device)[:, None]
+        return self.allowed(query, torch.arange(self.documents * self.length + queries, device=device)[None])
+
     def context_mask(self) -> Tensor:
         """``[D, A, S]`` bool: the context part of the rule by document, true where hidden."""
         position = torch.arange(self.length, device=self.anchors.device)
@@ -52,6 +73,22 @@ class Layout:
         if self.window is not None:
             hidden |= position < self.anchors[..., None] - self.window
         return hidden
+
+
+def attend_dense(layout: Layout, context: Context) -> Attend:
+    """The reference: one boolean mask over all documents and blocks."""
+    mask = layout.dense_mask()
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        context_keys, context_values = context[layer]
+        group = queries.shape[1] // keys.shape[1]
+        all_keys = torch.cat([context_keys, keys]).repeat_interleave(group, 1)
+        all_values = torch.cat([context_values, values]).repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", queries, all_keys).float() / math.sqrt(queries.shape[-1])
+        probs = scores.masked_fill(~mask, -math.inf).softmax(-1).to(queries.dtype)
+        return torch.einsum("hqk,khd->qhd", probs, all_values)
+
+    return attend
 
 
 def attend_grouped(layout: Layout, context: Context) -> Attend:
@@ -180,7 +217,45 @@ def attend_sdpa(layout: Layout, context: Context) -> Attend:
     return attend
 
 
+def attend_flex(layout: Layout, context: Context) -> Attend:
+    """FlexAttention over the flat layout; whole tiles that the rule hides are never computed."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    queries_count = layout.anchors.numel() * layout.block_size
+    keys_count = layout.documents * layout.length + queries_count
+
+    def mask_mod(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return layout.allowed(query, key)
+
+    mask = create_block_mask(
+        mask_mod, None, None, queries_count, keys_count, device=str(layout.anchors.device), _compile=True
+    )
+    kernel = _flex_kernel()
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        all_keys, all_values = (torch.cat(pair) for pair in zip(context[layer], (keys, values), strict=True))
+        q, k, v = (x.transpose(0, 1)[None] for x in (queries, all_keys, all_values))
+        mixed: Tensor = kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        return mixed[0].transpose(0, 1)
+
+    return attend
+
+
+_compiled_flex: list[Callable[..., Any]] = []
+
+
+def _flex_kernel() -> Callable[..., Any]:
+    """Compile FlexAttention once per process; uncompiled it materialises every score."""
+    if not _compiled_flex:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
+    return _compiled_flex[0]
+
+
 ATTENTION: dict[str, Callable[[Layout, Context], Attend]] = {
+    "dense": attend_dense,
     "grouped": attend_grouped,
     "sdpa": attend_sdpa,
+    "flex": attend_flex,
 }
