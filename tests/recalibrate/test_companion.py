@@ -78,7 +78,12 @@ class Learning:
 
     def make(self, service: Service, engine: Engine, **changes: Any) -> Recalibrator:
         # at a lower priority, the companion would starve beside other tests on two cores
-        usual = {"recalibrate": self.folder, "recalibrate_idle": 0.05, "recalibrate_requests": "all", "recalibrate_nice": 0}
+        usual = {
+            "recalibrate": self.folder,
+            "recalibrate_idle": 0.05,
+            "recalibrate_requests": "all",
+            "recalibrate_nice": 0,
+        }
         config = RecalibrateConfig(**{**usual, **changes})
         return Recalibrator(service, engine, config, str(self.pair.target), program=self.program)
 

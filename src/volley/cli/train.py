@@ -8,7 +8,6 @@ from volley.options import Without, expand
 from volley.train.options import TrainConfig
 
 INTERNAL = (
-    "attention",
     "eval_max_tokens",
     "eval_steps",
     "gamma",

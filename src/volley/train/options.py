@@ -50,7 +50,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "sdpa"),
+    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -176,8 +176,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document) or ``sdpa`` (PyTorch's, with a mask); ``auto`` is ``sdpa`` on a GPU and
-    ``grouped`` elsewhere."""
+    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask) or ``flex`` (FlexAttention, which compiles
+    for minutes before the first step); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
     threads: int | None = None
