@@ -97,7 +97,7 @@ class UnreadWeights:
             if weight in self._coded or name in (HEAD, EMBEDDING):  # perhaps only its codes will be read
                 places = np.arange(0, weight.numel(), stride(weight.numel()))
                 found = self._file.numbers(name, places, self._order(name))
-                weight.sample = found.to(self._dtype).bfloat16()  # type: ignore[attr-defined]
+                weight.sample = found.to(self._dtype).bfloat16()
 
     def _order(self, name: str) -> Rows | None:
         return row_order(self._file.architecture, name, self._config)
