@@ -48,6 +48,18 @@ def test_a_gguf_file_of_codes_is_loaded_without_the_compiler(tmp_path: Path) -> 
     """) == ["True", "[]"]
 
 
+def test_transformers_models_know_the_classes_that_they_would_read_again() -> None:
+    assert run("""
+        from volley.imports import import_transformers
+        import_transformers()
+        from transformers import models
+        from transformers.utils.import_utils import define_import_structure
+        read = define_import_structure(models.__file__)
+        places = {name: place for of in read.values() for place, names in of.items() for name in names}
+        print(len(places) > 1000, {name: vars(models)["_class_to_module"][name] for name in places} == places)
+    """) == ["True True"]
+
+
 def test_the_garbage_collector_waits_for_the_first_imports_alone() -> None:
     assert run("""
         import gc

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,7 @@ def import_transformers() -> None:
     """
     if _COMPILER in sys.modules or "transformers" in sys.modules:
         return
-    with _without_compiler(), _without_sharding():
+    with _without_compiler(), _without_sharding(), _read_once():
         from transformers import PreTrainedModel, initialization  # noqa: F401
         from transformers.models.auto import modeling_auto  # noqa: F401
 
@@ -101,3 +102,30 @@ def _without_sharding() -> Iterator[None]:
         yield
     finally:
         dist.is_available = is_available
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Give ``transformers.models`` the table of classes that ``transformers`` has made by reading all of its source files.
+
+    It would read them again, for a fifth of the whole import.
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    models = Path(str(transformers.__file__)).parent / "models"
+    define = import_utils.define_import_structure
+
+    def known(path: Any, prefix: str | None = None) -> Any:
+        if prefix is not None or Path(path) != models / "__init__.py":
+            return define(path, prefix=prefix)
+        return {
+            needed: {name.removeprefix("models."): own for name, own in of.items() if name.startswith("models.")}
+            for needed, of in define(models, prefix="models").items()
+        }
+
+    import_utils.define_import_structure = known
+    try:
+        yield
+    finally:
+        import_utils.define_import_structure = define

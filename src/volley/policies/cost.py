@@ -21,7 +21,8 @@ Pass = tuple[int, int]
 """Tokens and requests of a pass."""
 
 _SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # tokens of the passes that are timed
-_FEWER = [1, 8, 32, 128, 512]  # if only prompt lookup is used, whose drafts are long: a third of the time
+_FEWER = [1, 32, 128, 512]  # if only prompt lookup is used, whose drafts are long; an answer waits while they are timed
+_FIRST = 4  # tokens up to which passes are timed at once
 _SHARE = 8  # tokens per request in such a pass; one request with all of them would read far more keys
 MOST_TIMED = _SHARE
 """Most tokens of one request in a pass that is timed."""
@@ -89,7 +90,7 @@ class PassCost:
 
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``; return True if that was needed. Each size is timed twice, and the faster run counts."""
-        fresh = [s for s in self._sizes[: max(3, bisect_left(self._sizes, tokens) + 1)] if s not in self._timed]
+        fresh = [s for s in self._sizes[: bisect_left(self._sizes, max(tokens, _FIRST)) + 1] if s not in self._timed]
         for size in fresh + fresh[::-1]:
             self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
         if fresh:

@@ -299,13 +299,13 @@ def test_the_decoded_model_is_never_in_memory_whole(tmp_path: Path) -> None:
     layer = sum(weight.nbytes for weight in model.model.layers[0].parameters())
     sizes: list[int] = []
 
-    def fill(module: nn.Module) -> None:
-        unread.fill(module)
+    def fill(module: nn.Module, /, *, coded: bool = True) -> None:
+        unread.fill(module, coded=coded)
         sizes.append(sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta"))
 
     accelerate(model, "int8", release=True, fill=fill)
     assert len(sizes) == 8 + 1  # the layers, and the rest; of the head its codes are read alone
-    assert 0 < max(sizes) < 1.1 * layer
+    assert 0 < max(sizes) < 0.1 * layer  # of the layers too, so only norms are decoded
 
 
 @needs_kernels

@@ -195,10 +195,17 @@ class GGUFFile:
             whole[first : first + step] = self.decoded(name, data[first : first + step])
         return whole
 
-    def numbers(self, name: str, places: NDArray[np.int64]) -> Tensor:
-        """Decode some numbers of a matrix, by their flat indices."""
-        rows, columns = np.divmod(places, self.shape(name)[1])
-        return self.decoded(name, self._data(name, None)[rows])[torch.arange(len(rows)), torch.from_numpy(columns)]
+    def numbers(self, name: str, places: NDArray[np.int64], rows: Rows | None = None) -> Tensor:
+        """Decode some numbers of a matrix, by their flat indices after ``rows`` reordered it."""
+        height, width = self.shape(name)
+        data, own = self._data(name, None), np.arange(height)
+        at, columns = np.divmod(places, width)
+        found = data[(own if rows is None else rows(own))[at]]
+        if blocks.reads(self.type(name)):  # of each row one block
+            found = found.reshape(len(at), -1, blocks.BYTES[self.type(name)])
+            size = width // found.shape[1]
+            found, columns = found[np.arange(len(at)), columns // size], columns % size
+        return self.decoded(name, found)[torch.arange(len(at)), torch.from_numpy(columns)]
 
     def blocks(self, name: str, rows: Rows | None = None) -> NDArray[np.uint8]:
         """Bytes ``[out, n]`` of a matrix in blocks."""

@@ -61,6 +61,7 @@ class UnreadWeights:
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
                 self._places.setdefault(weight, []).append((module, name))
+        self._coded = set[nn.Parameter]()
         if weights != "bf16":
             self._tell_codes(weights)
 
@@ -92,16 +93,23 @@ class UnreadWeights:
                 if kind is not None and weight not in self._changes and (is_embedding or type(module) is nn.Linear):
                     codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))
                     module.stored_codes = codes  # type: ignore[assignment]
-            if name in (HEAD, EMBEDDING):  # perhaps only its codes will be read
+                    self._coded.add(weight)
+            if weight in self._coded or name in (HEAD, EMBEDDING):  # perhaps only its codes will be read
                 places = np.arange(0, weight.numel(), stride(weight.numel()))
-                weight.sample = self._file.numbers(name, places).to(self._dtype).bfloat16()
+                found = self._file.numbers(name, places, self._order(name))
+                weight.sample = found.to(self._dtype).bfloat16()
 
     def _order(self, name: str) -> Rows | None:
         return row_order(self._file.architecture, name, self._config)
 
-    def fill(self, module: nn.Module) -> None:
-        """Decode the weights of ``module`` that are not decoded yet, for all modules that share them."""
+    def fill(self, module: nn.Module, *, coded: bool = True) -> None:
+        """Decode the weights of ``module`` that are not decoded yet, for all modules that share them.
+
+        Without ``coded``, weights that have stored codes stay on the meta device.
+        """
         for weight in list(module.parameters()):
+            if not coded and weight in self._coded:
+                continue
             names = self._unread.pop(weight, ())
             if not names:
                 continue

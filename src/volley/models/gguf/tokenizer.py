@@ -74,7 +74,7 @@ def _split(file: GGUFFile) -> Split:
 
 
 def _byte_level(file: GGUFFile, tokens: Tokens, split: Split) -> Tokenizer:
-    merges = [merge.split(" ", 1) for merge in file.strings("tokenizer.ggml.merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")]
     backend = Tokenizer(_bpe(file, tokens, merges, ignore_merges=split.takes_whole_words))
     backend.pre_tokenizer = pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
@@ -110,7 +110,7 @@ def _sentencepiece(file: GGUFFile, tokens: Tokens) -> Tokenizer:
 def _bpe(file: GGUFFile, tokens: Tokens, merges: list[Any], **options: Any) -> models.BPE:
     vocabulary = {text: token for token, text in enumerate(tokens.texts)}
     try:
-        return models.BPE(vocabulary, [(first, second) for first, second in merges], **options)
+        return models.BPE(vocabulary, merges, **options)
     except Exception as error:  # the package raises nothing narrower
         raise CheckpointError(
             f"{file.path}: its merges do not fit its tokens ({error}); fetch or convert it again"

@@ -8,9 +8,9 @@ the weights, which do not follow further training.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,22 @@ from volley.models.layers.routed import WEIGHTS
 from volley.native import Weights
 
 log = logging.getLogger("volley")
-Fill = Callable[[nn.Module], None]
+
+
+class Fill(Protocol):
+    """Function that loads the weights of a module that are on the meta device."""
+
+    def __call__(self, module: nn.Module, /, *, coded: bool = True) -> None:
+        """Load the weights of ``module``; without ``coded``, those that have stored codes stay on the meta device."""
+
+
 _MOST = 0.9  # share of the numbers in a model's matrices
 _READS_ITS_CLASSIFIER = {"LongcatFlashTopkRouter"}
 """Classes of modules that read the weight of their linear layer directly."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
-def filled(_: nn.Module) -> None:
+def filled(_: nn.Module, /, *, coded: bool = True) -> None:
     """Do nothing, because all weights are loaded."""
 
 
@@ -202,7 +210,7 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
     """Fuse the decoder layers that can be fused; return them with all modules in them."""
     done: set[nn.Module] = set()
     for layer, rotary in layers_with_rotary(model) if native.available else ():
-        fill(layer)
+        _fill_for_trial(layer, fill)
         fused = FusedLayer.of(layer, rotary, weights, files)
         if fused is None:
             continue
@@ -217,6 +225,17 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
                 release_weight(layer.get_submodule("mlp.experts"), files, name)
             trim()
     return done
+
+
+def _fill_for_trial(layer: nn.Module, fill: Fill) -> None:
+    """Load the weights of a layer that are read to fuse it: all but those of joined layers that all have stored codes."""
+    fill(layer, coded=False)
+    parts = LayerParts.of(layer)
+    for names in () if parts is None else parts.joined:
+        joined = [layer.get_submodule(name) for name in names]
+        if not all(hasattr(module, "stored_codes") for module in joined):
+            for module in joined:
+                fill(module)
 
 
 def release_weight(layer: nn.Module, files: MappedFiles, name: str = "weight") -> None:

@@ -10,7 +10,8 @@ bf16 pages.
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
 from threading import Lock
@@ -202,9 +203,34 @@ def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
     return "bf16" if hasattr(layer.self_attn.o_proj, "stored_codes") else weights
 
 
-def _side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
-    """Return a function that concatenates the outputs of the unchanged layers."""
-    return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
+def _made_up(layer: nn.Linear, seed: int) -> Callable[[Tensor], Tensor]:
+    """Return a map ``[..., in] -> [..., out]`` that replaces a linear layer in a trial: random inputs with random signs.
+
+    A trial compares how a layer connects its matmuls. Their own weights would have to be decoded, and multiplied slowly.
+    """
+    chance = torch.Generator().manual_seed(seed)
+    places = torch.randint(layer.in_features, (layer.out_features,), generator=chance)
+    signs = 2 * torch.randint(2, (layer.out_features,), generator=chance) - 1
+    return lambda x: x[..., places] * signs.to(x.dtype)
+
+
+def _all_made_up(layer: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return the made-up maps of the linear layers of a decoder layer with :class:`LayerParts`."""
+    parts = LayerParts.of(layer)
+    found = [layer.get_submodule(name) for name in (() if parts is None else parts.linear)]
+    return {module: _made_up(module, seed) for seed, module in enumerate(found) if isinstance(module, nn.Linear)}
+
+
+@contextmanager
+def _computing_by(made_up: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Let modules compute something else in the body."""
+    for module, function in made_up.items():
+        module.forward = function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in made_up:
+            del module.forward
 
 
 def layer_shape(
@@ -332,8 +358,13 @@ class Recognised(NamedTuple):
         return is_gated_layer(layer) and plain and is_usual and self.turns[0].shape[-1] == shape.dim
 
 
-def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
-    """Recognise a layer with :class:`LayerParts` by trying it; ``None`` if its arguments or its parts differ."""
+def recognise(
+    layer: nn.Module, rotary: nn.Module, made_up: Mapping[nn.Module, Callable[[Tensor], Tensor]] | None = None
+) -> Recognised | None:
+    """Recognise a layer with :class:`LayerParts` by trying it; ``None`` if its arguments or its parts differ.
+
+    ``made_up`` replaces the matmuls of its linear layers, whose weights are then not read.
+    """
     attention: Any = getattr(layer, "self_attn", None)
     parts = LayerParts.of(layer)
     if parts is None or not all(hasattr(attention, name) for name in ("config", "layer_idx", "head_dim")):
@@ -347,11 +378,13 @@ def recognise(layer: nn.Module, rotary: nn.Module) -> Recognised | None:
     activation = _activation(layer.mlp) if routed is None else routed.activation
     if style is None or activation is None:
         return None
-    weight = layer.get_submodule(parts.joined[0][0]).get_parameter("weight")
-    states = torch.randn(1, 6, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    inputs = layer.get_submodule(parts.joined[0][0]).get_parameter("weight").shape[1]
+    norm = parts.all_norms(layer)[0].get_parameter("weight")
+    states = torch.randn(1, 6, inputs, generator=torch.Generator().manual_seed(0)).to(norm)
     by_type = "layer_type" in signature(rotary.forward).parameters
     kind = attention.config.layer_types[attention.layer_idx] if by_type else None
-    tried = _try(layer, rotary, kind, states)
+    with _computing_by(made_up or {}):
+        tried = _try(layer, rotary, kind, states)
     if tried is None:
         return None
     is_half = 2 * tried.turns[0].shape[-1] == attention.head_dim
@@ -455,17 +488,22 @@ class FusedLayer(LayerForward, Generic[P]):
     ) -> "FusedLayer[Product] | None":
         """Fuse a layer; ``None`` if a trial shows another result.
 
-        The trial uses the layer's own linear layers, so it copies no weights.
+        The trial makes up the layer's matmuls. Weights whose stored codes are copied may be on the meta device.
         """
         if not hasattr(layer, "self_attn") or not fits(layer, weights):
             return None
-        seen = recognise(layer, rotary)
+        made_up = _all_made_up(layer)
+        seen = recognise(layer, rotary, made_up)
         if seen is None:
             return None
         routed, mlp = seen.routed, None if seen.routed is None else seen.routed.__call__
         if routed is not None and not routed.fits(_kind_of_experts(layer, weights)):
             return None
-        own = layer_weights(layer, _side_by_side, seen.style, mlp and (lambda: (mlp, mlp, None)))
+
+        def side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
+            return lambda x: torch.cat([made_up[layer](x) for layer in layers], dim=-1)
+
+        own = layer_weights(layer, side_by_side, seen.style, mlp and (lambda: (mlp, mlp, None)))
         for turning in seen.rotaries:
             if FusedLayer(layer, seen, turning, own, mlp).computes(seen):
                 products = products_of(layer, weights, files, seen.style, routed)
