@@ -225,7 +225,7 @@ def _all_made_up(layer: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]
 def _computing_by(made_up: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Let modules compute something else in the body."""
     for module, function in made_up.items():
-        module.forward = function  # type: ignore[assignment]
+        module.forward = function
     try:
         yield
     finally:
