@@ -146,6 +146,7 @@ def test_errors_are_one_line(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path: Path) -> None:
     pair = ("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST)
     answer, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *pair)
@@ -166,6 +167,7 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     assert "The tokens were identical to plain decoding's." in statistics
 
 
+@pytest.mark.slow
 def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n')
@@ -180,6 +182,7 @@ def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Pat
     assert single == one["messages"][1]["content"] + "\n"
 
 
+@pytest.mark.slow
 def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "thinks"
     shutil.copytree(tiny_pair.target, folder)
@@ -236,6 +239,7 @@ def test_options_of_servers_are_refused_without_one(tmp_path: Path) -> None:
             run("bench", "--datasets", file, "--out", tmp_path / "bench", *given)
 
 
+@pytest.mark.slow
 def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "sdar"
     shutil.copytree(tiny_pair.target, folder)
@@ -304,6 +308,7 @@ def test_commands_of_drafters_write_causally_on_a_model_of_both_kinds(tiny_pair:
     assert found["tau"] >= 1
 
 
+@pytest.mark.slow
 def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     from volley.models.targets.target import Target
 
@@ -325,6 +330,7 @@ def test_demo_fails_when_tokens_differ(tiny_pair: TinyPair, monkeypatch: pytest.
     assert "NOT identical" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_drafter", [False, True])
 def test_the_demo_is_a_published_model_where_its_package_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_drafter: bool
@@ -356,6 +362,7 @@ def test_the_demo_is_a_published_model_where_its_package_is(
     assert "pip install" not in out
 
 
+@pytest.mark.slow
 def test_the_diffusion_demo_paints_and_compares(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +384,7 @@ def test_the_diffusion_demo_paints_and_compares(
     assert "NOT identical" in out
 
 
+@pytest.mark.slow
 def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file = tmp_path / "tiny.jsonl"
     file.write_text('{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n')
@@ -399,6 +407,7 @@ def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert "48/48" in errors
 
 
+@pytest.mark.slow
 def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file, rows = tmp_path / "p.jsonl", tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(6)))
@@ -426,6 +435,7 @@ def test_inspect_knows_what_is_bundled() -> None:
     assert "it fits reference-diffusion" in said
 
 
+@pytest.mark.slow
 def test_export_and_inspect(tiny_pair: TinyPair, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     answer = {"key": "k", "prompt_token_ids": [1], "response_token_ids": [70, 70, 71, 9, 2]}

@@ -53,6 +53,7 @@ def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: 
     assert explanation is None or "token 2" in explanation
 
 
+@pytest.mark.slow
 def test_the_diffusion_demo_leaves_only_text_on_a_terminal(
     tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_diffusion_demo_leaves_only_text_on_a_terminal(
     assert screen.shown.count("tokens a pass") == 3
 
 
+@pytest.mark.slow
 def test_next_logits_are_the_targets_and_leave_no_page_behind(tiny_pair: TinyPair) -> None:
     engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
     prompt = [10, 20, 30, 40, 50]

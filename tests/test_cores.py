@@ -174,6 +174,7 @@ def test_threads_are_lowered_inside_and_a_new_thread_learns_no_lower_number() ->
     assert found == {"inside": 1, "new thread": 1, "inside of it": 1, "after it": 2, "after": 2}
 
 
+@pytest.mark.slow
 @on_linux
 @needs_kernels
 def test_an_engine_beside_busy_processes_uses_fewer_threads_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +196,7 @@ def test_an_engine_beside_busy_processes_uses_fewer_threads_and_says_the_same(mo
     assert set(used) == {1}
 
 
+@pytest.mark.slow
 @on_linux
 @needs_kernels
 def test_tokens_do_not_depend_on_the_number_of_threads() -> None:

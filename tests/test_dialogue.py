@@ -70,6 +70,7 @@ def test_answers_are_those_of_the_whole_conversation(engine: Engine, monkeypatch
     assert alone.text == second
 
 
+@pytest.mark.slow
 def test_commands_change_the_conversation(engine: Engine) -> None:
     room = Room(engine, system="Be brief.")
     hello, _ = room.ask("Hello")
@@ -131,6 +132,7 @@ def command(pair: TinyPair, *options: str) -> list[str]:
     return [sys.executable, "-m", "volley.cli", "chat", "--target", str(pair.target), *options, *FAST]
 
 
+@pytest.mark.slow
 def test_a_conversation_through_pipes(tiny_pair: TinyPair, engine: Engine) -> None:
     lines = "Hello\n/system Be brief.\n\nAgain\n/quit\nnever asked\n"
     done = subprocess.run(
@@ -185,6 +187,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal(tiny_pair: TinyPair, tmp_path: Path) -> None:
     long = command(tiny_pair, "--max-tokens", "400", "--temperature", "1")  # nothing to copy
     terminal = Terminal(long, XDG_STATE_HOME=str(tmp_path))

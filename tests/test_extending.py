@@ -13,6 +13,7 @@ def test_every_seam_has_an_example() -> None:
     assert set(EXAMPLES) == {"A family of diffusion models", "A proposer", "A policy", "A procedure", "A token rule"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str) -> None:
     code = EXAMPLES[name]

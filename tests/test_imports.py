@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
+
 from tests.models.gguf import files
 from volley import Engine, SamplingParams
 
@@ -20,6 +22,7 @@ def run(script: str, *, path: Path | None = None) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_command_line_decodes_without_the_compiler() -> None:
     imported, tokens = run(f"""
         import sys
@@ -34,6 +37,7 @@ def test_the_command_line_decodes_without_the_compiler() -> None:
     assert (imported, tokens) == ("[]", str(list(usual.token_ids)))
 
 
+@pytest.mark.slow
 def test_a_gguf_file_of_codes_is_loaded_without_the_compiler(tmp_path: Path) -> None:
     """Weights that are never read stay on the meta device, where some operations import it."""
     path = files.write_model(
@@ -60,6 +64,7 @@ def test_transformers_models_know_the_classes_that_they_would_read_again() -> No
     """) == ["True True"]
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_waits_for_the_first_imports_alone() -> None:
     assert run("""
         import gc
@@ -76,6 +81,7 @@ def test_the_garbage_collector_waits_for_the_first_imports_alone() -> None:
     """) == ["False", "True True", "True", "True"]
 
 
+@pytest.mark.slow
 def test_who_wants_the_compiler_later_gets_it() -> None:
     assert run("""
         from volley.imports import import_transformers
@@ -89,6 +95,7 @@ def test_who_wants_the_compiler_later_gets_it() -> None:
     """) == ["[2.0, 2.0]", "1", "True True"]
 
 
+@pytest.mark.slow
 def test_a_transformers_that_wants_more_of_the_compiler_gets_all_of_it(tmp_path: Path) -> None:
     """A made-up package stands for a version of transformers that is not known yet."""
     auto = tmp_path / "transformers" / "models" / "auto"

@@ -21,6 +21,7 @@ def params(mode: str, **own: object) -> SamplingParams:
     return SamplingParams(max_tokens=TOKENS, diffusion=DiffusionParams.from_mapping({"mode": mode, **own}))
 
 
+@pytest.mark.slow
 def test_both_causal_modes_have_the_tokens_of_transformers(engine: Engine) -> None:
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     written = {mode: list(engine.generate(CHATS, params(mode))) for mode in ("autoregressive", "self")}
@@ -31,6 +32,7 @@ def test_both_causal_modes_have_the_tokens_of_transformers(engine: Engine) -> No
         assert [results[place].token_ids for results in written.values()] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_a_lower_threshold_takes_fewer_passes(engine: Engine) -> None:
     gains = []
     for threshold in (0.5, 0.9):

@@ -36,6 +36,7 @@ def engine() -> Engine:
     return Engine.from_pretrained(dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_transformers(engine: Engine) -> None:
     model = AutoModelForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32).eval()
     results = list(engine.generate(CHATS, SamplingParams(max_tokens=40)))
@@ -45,6 +46,7 @@ def test_tokens_are_those_of_transformers(engine: Engine) -> None:
         assert result.token_ids == output[0, prompt.shape[1] :].tolist()
 
 
+@pytest.mark.slow
 def test_acceptance_length_is_the_published_one(engine: Engine) -> None:
     """fp32, greedy, chains of 8: nothing random. A worse drafter or a wrong feature shows, rounding of another CPU does not."""
     fixed = Engine(engine.target, engine.drafter, policy="fixed")
@@ -54,6 +56,7 @@ def test_acceptance_length_is_the_published_one(engine: Engine) -> None:
     assert sum(lengths) / len(lengths) == pytest.approx(TAU, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_markov_drafter_has_its_name_and_lies_between_the_others(engine: Engine) -> None:
     """The head that other programs know: better than none, and no answer changes."""
     chats = [[{"role": "user", "content": text}] for text in TAU_PROMPTS]
@@ -69,6 +72,7 @@ def test_the_markov_drafter_has_its_name_and_lies_between_the_others(engine: Eng
     assert tau[1] > 0.85 * tau[2]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
     matching = Engine(engine.target, engine.drafter, verification="match")
@@ -78,6 +82,7 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
         assert mine.token_ids == theirs.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree_nodes", [None, 12])
 def test_penalties_work_in_bf16(tree_nodes: int | None) -> None:
     engine = Engine.from_pretrained(tree_nodes=tree_nodes)

@@ -68,6 +68,7 @@ def test_open_loop_arrivals_are_exponential(server: Running, monkeypatch: pytest
     assert 0.2 < sum(drawn) < 0.9
 
 
+@pytest.mark.slow
 def test_errors_are_counted_and_left_out_of_the_times(server: Running) -> None:
     config = LoadConfig(url=server.url + "/v1/", rates=(5000.0,), requests=30, max_tokens=200, raw=True)
     (level,) = run_load(config, PROMPTS)

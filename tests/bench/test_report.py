@@ -80,6 +80,7 @@ def report(partial: bool = False) -> Report:
     return Report(BenchConfig(), measured, machine(2), {"target": "T<1>"})
 
 
+@pytest.mark.slow
 def test_json_holds_summaries_and_every_run(tmp_path: Path) -> None:
     save(report(), tmp_path)
     saved = json.loads((tmp_path / "report.json").read_text())
@@ -92,6 +93,7 @@ def test_json_holds_summaries_and_every_run(tmp_path: Path) -> None:
     assert (tmp_path / "report.md").read_text() == to_markdown(report().summaries)
 
 
+@pytest.mark.slow
 def test_the_html_is_whole_and_asks_nothing_of_the_network() -> None:
     page = to_html(report(partial=True))
     assert page.count("data:image/png;base64,") == 4

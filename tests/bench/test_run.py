@@ -48,6 +48,7 @@ def test_a_diffusion_language_model_verifies_canvases_beside_one_token_at_a_time
     assert plain.acceptance_length == 1, "it writes token by token"
 
 
+@pytest.mark.slow
 def test_other_drafters_are_cases_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file, eagle3 = tmp_path / "p.jsonl", tmp_path / "eagle"
     file.write_text('{"prompt": "Hello"}\n')

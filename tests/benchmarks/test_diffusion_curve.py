@@ -24,6 +24,7 @@ def save_model(folder: Path, own: dict[str, object]) -> None:
     edit_config(folder, **own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "has_nats"),
     [

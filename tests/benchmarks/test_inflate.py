@@ -23,6 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return inflate.inflate(tmp_path_factory.mktemp("pair"), SMALL, dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_tokens_and_accepted_lengths_stay(folders: dict[str, Path]) -> None:
     answers = []
     for target, own in ((REFERENCE / "target", REFERENCE / "drafter"), (folders["target"], folders["drafter"])):

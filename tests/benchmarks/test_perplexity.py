@@ -28,6 +28,7 @@ def test_it_is_that_of_the_second_halves_of_chunks() -> None:
     assert found == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_is_a_process_with_a_peak(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     options = Namespace(chunk=64, chunks=2, threads=1)

@@ -40,6 +40,7 @@ def said(_: str) -> None:
     """Nobody reads along."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_planted_fault_is_named(pair: Pair, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, word = FAULTS[fault]
@@ -56,6 +57,7 @@ def test_each_planted_fault_is_named(pair: Pair, fault: str, monkeypatch: pytest
     assert certificate.finding.startswith(word)
 
 
+@pytest.mark.slow
 def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: Pair, tmp_path: Path) -> None:
     certificate = certify_pair(Engine(pair.target, pair.drafter, page_size=4), PROMPTS, QUICK, said)
     assert [check.name for check in certificate.failed] == []
@@ -74,6 +76,7 @@ def test_a_lossless_pair_passes_and_its_certificate_tells_of_every_check(pair: P
         read_certificate(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [JOINT, SDAR])
 def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode(
     pair: Pair, family: BlockDiffusion
@@ -89,6 +92,7 @@ def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode
     assert engine.procedures.default_mode == "diffusion", "as it was"
 
 
+@pytest.mark.slow
 def test_a_mask_is_not_expected_where_it_would_be_likely(pair: Pair) -> None:
     """It is never chosen, though its log-probability is told."""
     hf = deepcopy(pair.hf)
@@ -112,6 +116,7 @@ class TakesDrafts(InPlace):
         keep_first_drafted(works)
 
 
+@pytest.mark.slow
 def test_a_biased_verifier_of_a_model_in_place_is_found(pair: Pair) -> None:
     target = Target(deepcopy(pair.hf), None, replace(SDAR, mask_token_id=3))
     engine = Engine(target, page_size=4)

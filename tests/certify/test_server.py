@@ -38,6 +38,7 @@ def tiny(tiny_pair: TinyPair) -> Tiny:
     return Tiny(tiny_pair)
 
 
+@pytest.mark.slow
 def test_a_lossless_server_passes_beside_plain_decoding(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_lossless_server_passes_beside_plain_decoding(
     assert "<h1>lossless</h1>" in (tmp_path / "certificate.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_forgets_top_p_is_caught(tiny: Tiny) -> None:
     engine = tiny.engine(policy="fixed")
     answer_by(engine, TopPIgnored(engine.config))
@@ -88,6 +90,7 @@ def test_a_server_may_refuse_several_answers(tiny: Tiny) -> None:
         assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_a_server_that_breaks_down_has_failed_what_it_was_asked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over one parameter, and then over everything."""
     ask = ServerSubject.ask
@@ -177,6 +180,7 @@ def test_chats_are_encoded_whole_for_a_pair_and_refused_for_a_server(
     assert "give rows of 'prompt', or certify the pair here" in str(refused.exception)
 
 
+@pytest.mark.slow
 def test_what_a_busy_server_does_not_answer_is_not_judged(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = ServerSubject.ask
 
@@ -193,6 +197,7 @@ def test_what_a_busy_server_does_not_answer_is_not_judged(tiny: Tiny, monkeypatc
     assert "FAILED" not in outcomes.values()
 
 
+@pytest.mark.slow
 def test_a_field_that_plain_decoding_ignores_as_well_is_not_offered(tiny: Tiny) -> None:
     verdicts = []
     for plain_ignores in (True, False):
@@ -206,6 +211,7 @@ def test_a_field_that_plain_decoding_ignores_as_well_is_not_offered(tiny: Tiny) 
     assert verdicts == ["not judged", "FAILED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", [TooBusy("HTTP 429"), NotOffered("HTTP 400")])
 def test_plain_decoding_that_does_not_answer_excuses_no_server(
     tiny: Tiny, refusal: EndpointError, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +229,7 @@ def test_plain_decoding_that_does_not_answer_excuses_no_server(
     assert {"top_k", "top_p"} <= {check.name for check in found.failed}
 
 
+@pytest.mark.slow
 def test_few_sampled_tokens_decide_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("volley.certify.sampled.MOST_ROUNDS", 1)
     with running(tiny.plain) as server:

@@ -32,6 +32,7 @@ def smallest_p(shift: float, count: int, seed: int) -> float:
     return deviations.p_values()["likeliest"]
 
 
+@pytest.mark.slow
 def test_one_percent_is_found_with_the_stated_sample() -> None:
     config = CertifyConfig(bias=0.01)
     count, level = config.sample_size(TESTS), config.alpha / TESTS
@@ -41,6 +42,7 @@ def test_one_percent_is_found_with_the_stated_sample() -> None:
     assert sum(smallest_p(0.01, count // 20, seed) < level for seed in range(40)) < 5
 
 
+@pytest.mark.slow
 def test_tokens_add_up_one_by_one() -> None:
     rng, good, bad = random.Random(0), Deviations(random.Random(1)), Deviations(random.Random(2))
     for _ in range(3000):

@@ -13,6 +13,7 @@ from tests.conftest import byte_tokenizer
 from volley.decode.detokenize import Detokenizer
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=20), noise=st.lists(st.integers(0, 255), max_size=8), cut=st.integers(0, 20))
 def test_text_is_never_taken_back_and_complete_at_the_end(text: str, noise: list[int], cut: int) -> None:
     """Bytes as tokens: characters span tokens, and some byte strings are no text at all."""

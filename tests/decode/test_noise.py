@@ -72,6 +72,7 @@ def test_extreme_words_make_finite_noise() -> None:
     assert float(found[4]) == pytest.approx(2.0**-24, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_rare_tokens_win_as_rarely_as_they_should() -> None:
     """Of 10⁸ numbers those below 10⁻⁶ and 10⁻⁷ are as many as the law says, and their own size has its law."""
     size, rows = 1_000_000, 100
@@ -108,6 +109,7 @@ def numpys(seed: int, position: int, size: int) -> torch.Tensor:
     return torch.from_numpy(generator.standard_exponential(size, dtype=np.float32).clip(1e-30))
 
 
+@pytest.mark.slow
 def test_no_token_without_a_chance_wins_in_a_large_vocabulary() -> None:
     """Of 400 races among 151,936 tokens; NumPy's noise lets such tokens win one race of 57."""
     probs = torch.full((151_936,), 1e-10)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +85,7 @@ def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> N
             start += work.ask.positions
 
 
+@pytest.mark.slow
 def test_the_law_of_a_sampled_walk_is_the_one_it_carries() -> None:
     table, after = random_transitions(3, 1)
     laws = token_probs(table.flatten(0, 1), PARAMS, PARAMS.draft_temperature).view_as(table)
@@ -109,6 +111,7 @@ def test_sampled_walks_do_not_use_the_targets_noise() -> None:
     assert sum(a == b for a, b in zip(same[::2], same[1::2], strict=True)) < 2
 
 
+@pytest.mark.slow
 def test_the_law_of_a_sampled_proposal_is_the_one_it_was_drawn_from() -> None:
     params = SamplingParams(temperature=0.7, top_k=4, draft_temperature=1.3)
     expected = token_probs(LOGITS, params, 1.3)

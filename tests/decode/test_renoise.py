@@ -230,6 +230,7 @@ def denoised(count: int, sampling: SamplingParams, **changes: Any) -> tuple[int,
     return peak.bytes, requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "times"),
     [

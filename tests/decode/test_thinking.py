@@ -72,6 +72,7 @@ def test_a_grammar_that_forbids_the_close_has_the_last_word() -> None:
     assert torch.allclose(logits.softmax(dim=-1)[0], want, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
 def test_speculation_changes_no_token(temperature: float, policy: str) -> None:
@@ -88,6 +89,7 @@ def test_speculation_changes_no_token(temperature: float, policy: str) -> None:
     assert free.token_ids != plain.token_ids
 
 
+@pytest.mark.slow
 def test_a_rule_that_forgets_the_path_would_be_seen() -> None:
     class Forgetful(ThinkingBudget):
         def apply(self, logits, paths):  # type: ignore[no-untyped-def]

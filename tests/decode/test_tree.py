@@ -225,6 +225,7 @@ def mean_accepted(verdicts: list[Verdict]) -> float:
     return sum(verdict.accepted for verdict in verdicts) / len(verdicts)
 
 
+@pytest.mark.slow
 def test_matching_on_a_tree_has_the_targets_law() -> None:
     noise = law.exponentials(law.BIASED_DRAWS, law.LENGTH, law.V, seed=30)
     verdicts = matched([marginal_tree()] * law.BIASED_DRAWS, noise)
@@ -233,6 +234,7 @@ def test_matching_on_a_tree_has_the_targets_law() -> None:
     assert {verdict.accepted for verdict in verdicts} >= {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_matching_on_coupled_trees_has_the_targets_law_and_accepts_more() -> None:
     noise = law.exponentials(law.BIASED_DRAWS, law.LENGTH, law.V, seed=31)
     verdicts = matched(coupled_trees(noise), noise)
@@ -240,6 +242,7 @@ def test_matching_on_coupled_trees_has_the_targets_law_and_accepts_more() -> Non
     assert mean_accepted(verdicts) > mean_accepted(matched([marginal_tree()] * len(noise), noise)) + 0.2
 
 
+@pytest.mark.slow
 def test_scoring_a_best_first_tree_like_sampled_drafts_is_seen() -> None:
     """``min(1, p / q)`` down the branches, and the residual once all children are rejected: the tree was never drawn from q."""
     tree = marginal_tree()

@@ -139,6 +139,7 @@ def single_pass_laws(draws: int) -> Tensor:
 # -- what must pass ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_test_accepts_plain_sampling_and_knows_the_law() -> None:
     """Calibration: sequences drawn token by token fit; against a table with one row off by a tenth they do not."""
     nothing = [
@@ -271,12 +272,14 @@ def test_laws_of_the_drafted_tokens_alone_are_laws_of_all(sizes: list[int], seed
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_speculative_sampling_has_the_targets_law() -> None:
     verdicts = speculative(sample_single_pass(DRAWS, 3), single_pass_laws(DRAWS), 4)
     assert p_value(verdicts) > 1e-3
     assert {verdict.accepted for verdict in verdicts} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_ragged_lengths_decided_before_sampling_keep_the_law() -> None:
     """A truncation rule may look at the draft law, at earlier tokens, or at nothing: here at d₁ for d₂ and d₃."""
     drafts = sample_single_pass(BIASED_DRAWS, 5)
@@ -285,6 +288,7 @@ def test_ragged_lengths_decided_before_sampling_keep_the_law() -> None:
     assert p_value(speculative(drafts, single_pass_laws(BIASED_DRAWS), 6, lengths)) > 1e-3
 
 
+@pytest.mark.slow
 def test_greedy_drafts_scored_as_point_masses_keep_the_law() -> None:
     drafts = DRAFT.argmax(dim=-1).expand(BIASED_DRAWS, -1)
     point_masses = torch.nn.functional.one_hot(drafts, V).float()
@@ -302,6 +306,7 @@ def match(drafts: Tensor, noise: Tensor) -> list[Verdict]:
     return verify_each(choices, drafts)
 
 
+@pytest.mark.slow
 def test_sample_and_match_has_the_targets_law_for_coupled_drafts() -> None:
     noise = exponentials(DRAWS, LENGTH, V, seed=8)
     drafts = race(single_pass_laws(DRAWS).reshape(-1, V), noise[:, :K].reshape(-1, V)).view(DRAWS, K)
@@ -313,6 +318,7 @@ def test_sample_and_match_has_the_targets_law_for_coupled_drafts() -> None:
     assert accepted > independent + 0.1, "the coupling is what makes matching fast"
 
 
+@pytest.mark.slow
 def test_sample_and_match_has_the_targets_law_for_multi_step_drafts() -> None:
     """Coupled: a position keeps its noise after a rejection, as in the engine."""
     noise = exponentials(DRAWS, LENGTH, V, seed=9)
@@ -321,6 +327,7 @@ def test_sample_and_match_has_the_targets_law_for_multi_step_drafts() -> None:
     assert {verdict.accepted for verdict in verdicts} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_sample_and_match_has_the_targets_law_for_independent_multi_step_drafts() -> None:
     drafts = sample_two_step(exponentials(DRAWS, K, V, seed=22))
     verdicts = match(drafts, exponentials(DRAWS, LENGTH, V, seed=23))
@@ -328,6 +335,7 @@ def test_sample_and_match_has_the_targets_law_for_independent_multi_step_drafts(
     assert {verdict.accepted for verdict in verdicts} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_sample_and_match_has_the_targets_law_for_an_adversarial_draft() -> None:
     """A draft that knows the target's choices and spoils some of them changes speed, not the law."""
     noise = exponentials(BIASED_DRAWS, LENGTH, V, seed=10)
@@ -408,11 +416,13 @@ def test_an_impossible_token_is_never_accepted() -> None:
 # -- what must fail ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_soft_scoring_of_greedy_drafts_is_seen() -> None:
     drafts = DRAFT.argmax(dim=-1).expand(BIASED_DRAWS, -1)
     assert p_value(speculative(drafts, single_pass_laws(BIASED_DRAWS), 11)) < 1e-9
 
 
+@pytest.mark.slow
 def test_scoring_multi_step_drafts_with_marginals_is_seen() -> None:
     drafts = sample_two_step(exponentials(BIASED_DRAWS, K, V, seed=12))
     marginals = torch.stack([DRAFT[0], DRAFT[2] @ DRAFT_GIVEN_LAST, DRAFT[2]])
@@ -421,6 +431,7 @@ def test_scoring_multi_step_drafts_with_marginals_is_seen() -> None:
     assert p_value(speculative(drafts, marginals.expand(BIASED_DRAWS, -1, -1), 13)) < 1e-9
 
 
+@pytest.mark.slow
 def test_scoring_multi_step_drafts_with_the_law_given_later_tokens_is_seen() -> None:
     drafts = sample_two_step(exponentials(BIASED_DRAWS, K, V, seed=14))
     laws = torch.stack(
@@ -429,6 +440,7 @@ def test_scoring_multi_step_drafts_with_the_law_given_later_tokens_is_seen() -> 
     assert p_value(speculative(drafts, laws, 15)) < 1e-9
 
 
+@pytest.mark.slow
 def test_truncation_that_peeks_at_the_sampled_token_is_seen() -> None:
     """Giving up a token because *its own* probability came out low."""
     drafts = sample_single_pass(BIASED_DRAWS, 16)
@@ -438,18 +450,21 @@ def test_truncation_that_peeks_at_the_sampled_token_is_seen() -> None:
     assert p_value(speculative(drafts, single_pass_laws(BIASED_DRAWS), 17, lengths)) < 1e-9
 
 
+@pytest.mark.slow
 def test_drafts_from_another_temperature_than_scored_are_seen() -> None:
     hot = DRAFT.sqrt() / DRAFT.sqrt().sum(dim=-1, keepdim=True)
     drafts = race(hot.expand(BIASED_DRAWS, -1, -1).reshape(-1, V), exponentials(BIASED_DRAWS * K, V, seed=18))
     assert p_value(speculative(drafts.view(-1, K), single_pass_laws(BIASED_DRAWS), 19)) < 1e-9
 
 
+@pytest.mark.slow
 def test_coupled_multi_step_drafts_with_fresh_noise_after_a_rejection_are_seen() -> None:
     """Where the draft stops then tells something about noise that is thrown away."""
     noise = exponentials(BIASED_DRAWS, LENGTH, V, seed=24)
     assert p_value(match(sample_two_step(noise), noise), 25) < 1e-9
 
 
+@pytest.mark.slow
 def test_matching_with_choices_from_the_residual_is_seen() -> None:
     """Matching needs choices that are the target's own; a choice drawn from the residual after a mismatch is not."""
     noise = exponentials(BIASED_DRAWS, LENGTH, V, seed=20)
@@ -462,6 +477,7 @@ def test_matching_with_choices_from_the_residual_is_seen() -> None:
     assert p_value(verify_each(choices, drafts)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reused", ["nothing", "draft noise", "verification noise"])
 def test_noise_of_a_position_used_again_in_the_next_cycle_is_seen(reused: str) -> None:
     """What was behind the kept tokens had a say in how many were kept: its noise must not serve once more.

@@ -18,6 +18,7 @@ def test_cycles_of_certain_and_of_hopeless_drafts() -> None:
     assert kept_at_least(torch.zeros(0, 5)) == [0] * 6
 
 
+@pytest.mark.slow
 def test_expected_cycles_are_those_of_a_simulation() -> None:
     generator = torch.Generator().manual_seed(0)
     chances = torch.rand(20, 3, generator=generator)
@@ -40,6 +41,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_answers(tmp_path_factory.mktemp("rows") / "rows.jsonl", temperature=1.0, times=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
 def test_what_is_expected_at_a_temperature_is_what_is_measured_there(rows: Path, name: str) -> None:
     """Both at T = 1: a greedy walk over the same answers expects something else."""

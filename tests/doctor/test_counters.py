@@ -56,6 +56,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         read_counters("http://127.0.0.1:9")
 
 
+@pytest.mark.slow
 def test_a_server_of_the_pair_has_the_expected_curve(rows: Path, physician: Doctor) -> None:
     engine = Engine.from_pretrained(drafter=DRAFTER, dtype=torch.float32, policy="fixed")
     with running(engine) as server:
@@ -70,6 +71,7 @@ def test_a_server_of_the_pair_has_the_expected_curve(rows: Path, physician: Doct
     assert f"kept by position: {counters.acceptance[0]:.2f}" in output
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_less_is_named(physician: Doctor) -> None:
     poor = Counters(500, [share / 2 for share in physician.as_it_is.acceptance])
     assert [finding.name for finding in physician.examine(counters=poor).findings] == ["served acceptance"]

@@ -63,6 +63,7 @@ def names(drafter: Path, rows: Path, target: str = TARGET, **served: Any) -> lis
     return [finding.name for finding in Doctor(target, drafter, [rows], **served).examine().findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["drafter", "drafter-dflash"])
 def test_a_healthy_pair_gets_silence_and_its_tau_is_foretold(rows: Path, name: str) -> None:
     drafter = REFERENCE / name
@@ -73,6 +74,7 @@ def test_a_healthy_pair_gets_silence_and_its_tau_is_foretold(rows: Path, name: s
     assert found.expected == pytest.approx(found.measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_taps_that_are_off_by_one(drafter: Path, rows: Path) -> None:
     def shift(config: dict[str, Any]) -> None:
         dflash = config["dflash_config"]
@@ -82,6 +84,7 @@ def test_taps_that_are_off_by_one(drafter: Path, rows: Path) -> None:
     assert names(drafter, rows)[:1] == ["taps shifted by one"]
 
 
+@pytest.mark.slow
 def test_rotary_settings(drafter: Path, rows: Path) -> None:
     def turn(config: dict[str, Any]) -> None:
         config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
@@ -90,6 +93,7 @@ def test_rotary_settings(drafter: Path, rows: Path) -> None:
     assert names(drafter, rows)[:1] == ["rotary settings"]
 
 
+@pytest.mark.slow
 def test_another_targets_weights(drafter: Path, rows: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     with torch.no_grad():
@@ -100,6 +104,7 @@ def test_another_targets_weights(drafter: Path, rows: Path, tmp_path: Path) -> N
     assert names(drafter, rows, str(tmp_path / "tuned"))[:1] == ["another target's weights"]
 
 
+@pytest.mark.slow
 def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: Path) -> None:
     counts = list(range(json.loads(Path(TARGET, "config.json").read_text())["vocab_size"], 0, -1))
     export(
@@ -121,6 +126,7 @@ def test_a_replaced_head_and_a_wrong_table(drafter: Path, rows: Path, tmp_path: 
     assert names(tmp_path / "own", rows) == []
 
 
+@pytest.mark.slow
 def test_another_mask_and_a_mask_in_the_text(drafter: Path, rows: Path) -> None:
     answers = [json.loads(line)["response_token_ids"] for line in rows.read_text().splitlines()]
     token, _ = Counter(token for answer in answers for token in answer).most_common(1)[0]
@@ -132,6 +138,7 @@ def test_another_mask_and_a_mask_in_the_text(drafter: Path, rows: Path) -> None:
     assert names(drafter, rows) == ["mask token", "mask token in text"]
 
 
+@pytest.mark.slow
 def test_a_mask_that_prompts_hold(drafter: Path, rows: Path, tmp_path: Path) -> None:
     """The drafter's own mask stands in every tenth place of the prompts; it drafts as well as it can."""
     found = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -145,6 +152,7 @@ def test_a_mask_that_prompts_hold(drafter: Path, rows: Path, tmp_path: Path) -> 
     assert names(drafter, masked)[:1] == ["mask token in text"]
 
 
+@pytest.mark.slow
 def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path, fingerprint: str) -> None:
     assert names(drafter, rows, block_size=2) == ["block size"]
     note(drafter, fingerprints={"target": fingerprint}, data={"temperatures": [0.0], "thinking": ["off"]})
@@ -152,6 +160,7 @@ def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path,
     assert found == ["thinking mode", "temperature not trained for", "block size"]
 
 
+@pytest.mark.slow
 def test_context_beyond_training(drafter: Path, rows: Path, fingerprint: str, tmp_path: Path) -> None:
     """Answers that the drafter cannot follow from a place on, which is where its training ended, or is not."""
     found, start = [json.loads(line) for line in rows.read_text().splitlines()], 0
@@ -167,6 +176,7 @@ def test_context_beyond_training(drafter: Path, rows: Path, fingerprint: str, tm
     assert names(drafter, rows) == []
 
 
+@pytest.mark.slow
 def test_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     for row in found:
@@ -176,6 +186,7 @@ def test_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) 
     assert names(drafter, other) == ["chat template"]
 
 
+@pytest.mark.slow
 def test_answers_that_were_collected_with_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
     found = [{**json.loads(line), "chat_template": "0123456789abcdef"} for line in rows.read_text().splitlines()]
     other = tmp_path / "other.jsonl"
@@ -194,6 +205,7 @@ class WithoutDraftContext(TargetPages):
         return found
 
 
+@pytest.mark.slow
 def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
     engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32, draft_window=0)
     pages = engine.sequences.pages
@@ -229,6 +241,7 @@ def test_what_inspect_finds_is_said_before_weights_are_loaded(drafter: Path, row
         Doctor(TARGET, drafter, [rows])
 
 
+@pytest.mark.slow
 def test_a_drafter_that_was_trained_with_another_template(drafter: Path, rows: Path, fingerprint: str) -> None:
     own = template_digest(load_tokenizer(TARGET))
     for learnt, expected in (([own], []), (["None"], []), (["0123456789abcdef"], ["chat template"])):
@@ -236,6 +249,7 @@ def test_a_drafter_that_was_trained_with_another_template(drafter: Path, rows: P
         assert names(drafter, rows) == expected
 
 
+@pytest.mark.slow
 def test_what_comes_long_behind_the_beginning_of_an_answer(
     drafter: Path, rows: Path, fingerprint: str, tmp_path: Path
 ) -> None:

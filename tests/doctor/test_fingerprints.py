@@ -51,6 +51,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("other", "name"), [("fine-tune", "drafter"), ("int4", "drafter-dflash")])
 def test_another_target_under_a_bundled_drafter_is_named_first(
@@ -72,6 +73,7 @@ def test_exported_drafters_know_it_too(tmp_path: Path, form: Format) -> None:
     assert read_checkpoint(tmp_path / form).config.target_fingerprint == known.target_fingerprint
 
 
+@pytest.mark.slow
 def test_a_certificate_beside_a_drafter_that_does_not_say_it_tells_it(rows: Path, tmp_path: Path) -> None:
     drafter = tmp_path / "drafter"
     shutil.copytree(REFERENCE / "drafter-dflash", drafter)

@@ -32,6 +32,7 @@ def mixed(params: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(params, draft_adapter=CHOICES[index % 3]) for index in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,6 +54,7 @@ def test_greedy_tokens_are_plain_decodings(pair: Pair, tmp_path: Path, options: 
     assert max(length for result in results for length in result.stats.accepted_lengths) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_each_request_is_drafted_by_its_own_adapter(pair: Pair, tmp_path: Path, window: int | None) -> None:
     """The same prompts by every adapter in one batch, as an engine does that has this drafter only."""
@@ -90,6 +92,7 @@ def test_a_prefix_hit_brings_draft_kv_of_the_same_adapter_only(pair: Pair, tmp_p
     assert warm.stats.cached_tokens == 16, "the target's pages serve all"
 
 
+@pytest.mark.slow
 def test_the_law_of_mixed_batches_is_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=3)
     options = {"max_running": 256, "num_pages": 600, "page_size": 8, "verification": "speculative"}

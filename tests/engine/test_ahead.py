@@ -128,6 +128,7 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     actions=ACTIONS,
     num_pages=st.integers(16, 40),
@@ -308,6 +309,7 @@ def chains(count: int, *, is_ahead: bool, params: Any = LONG, **options: Any) ->
     return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], drafts, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fixed", "fixed:3"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_every_cycle_of_greedy_chains_behind_the_first_is_served(policy: str, count: int) -> None:
@@ -334,6 +336,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verification", ["match", "speculative"])
 def test_every_cycle_of_sampled_chains_is_served(verification: str, kind: str) -> None:
@@ -364,6 +367,7 @@ def test_goodput_is_served_once_it_has_asked_for_one_size_for_long(
     assert sum(found) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_biased", [False, True], ids=["exact", "biased"])
 def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a seed, where the first tokens of longer drafts are verified near an end. Planted: greedy drafts, scored softly."""
@@ -398,6 +402,7 @@ def test_noise_of_other_positions_is_seen(rule: str, monkeypatch: pytest.MonkeyP
     assert chains(1, is_ahead=True, **own)[1] != expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"num_pages": 20}, {"page_size": 1}, {"max_running": 2}], ids=str)
 def test_chains_where_pages_or_places_run_out(options: dict[str, Any]) -> None:
     params = replace(LONG, max_tokens=24, ignore_eos=True)
@@ -455,6 +460,7 @@ def test_the_context_of_drafts_is_the_same() -> None:
         torch.testing.assert_close(draft_context(is_ahead=True, forgets=True), expected)
 
 
+@pytest.mark.slow
 def test_a_policy_that_has_ceased_to_draft_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goodput with drafts that are never right, and are too dear."""
     settle(monkeypatch, draft=9.0)
@@ -471,6 +477,7 @@ def alone_long() -> list[int]:
     return next(own.generate(PROMPTS[0], replace(LONG, max_tokens=120, ignore_eos=True))).token_ids
 
 
+@pytest.mark.slow
 def test_no_page_is_taken_from_anyone_for_a_pass_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where pages run out, passes follow each other as without it, and the same requests give theirs back."""
     preempted = []

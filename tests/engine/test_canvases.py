@@ -79,6 +79,7 @@ def alone(target: Target, index: int, own: SamplingParams) -> list[int]:
     return result.token_ids
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:
     engine = engine_of(target, num_pages=400)
     requests = [engine.add_request(PROMPTS[index % 4], mixed(index)) for index in range(32)]
@@ -88,6 +89,7 @@ def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:
         assert answers[index] == alone(target, index, mixed(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [8, 11])
 def test_an_answer_is_the_same_under_any_chunk_size(target: Target, chunk: int) -> None:
     engine = engine_of(target, max_batch_tokens=chunk)
@@ -95,6 +97,7 @@ def test_an_answer_is_the_same_under_any_chunk_size(target: Target, chunk: int) 
     assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["diffusion", "self"])
 def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: str) -> None:
     """One of many requests is preempted after the first pass, the next one after the second, and so on."""
@@ -109,6 +112,7 @@ def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: s
     assert finish(engine, requests) == [alone(target, 2, params(mode=mode))] * 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [2, 5])
 def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
     engine = engine_of(target)
@@ -122,6 +126,7 @@ def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
     assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [2, 5])
 @pytest.mark.parametrize("fuse", [1, 3])
 def test_a_pass_that_raised_behind_preemptions_changes_nothing(target: Any, passes: int, fuse: int) -> None:
@@ -182,6 +187,7 @@ def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(target: Ta
     finish(engine, [*requests, late])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [CANVAS, 2 * CANVAS])
 @pytest.mark.parametrize("num_pages", [6, 8, 9])
 def test_small_passes_over_few_pages_serve_all(target: Target, num_pages: int, most: int) -> None:
@@ -211,6 +217,7 @@ def test_canvases_of_a_lower_priority_have_the_room_of_a_pass_first(target: Targ
     finish(engine, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [200])
 @pytest.mark.parametrize(("pages", "most", "share"), [(24, 40, 8), (7, 2 * CANVAS, 16)])
 def test_nothing_leaks_in_a_long_run(target: Target, turns: int, pages: int, most: int, share: int) -> None:
@@ -344,6 +351,7 @@ def test_other_answers_to_a_prompt_wait_until_it_is_read_and_no_longer(target: T
     finish(unshared, [first, second])
 
 
+@pytest.mark.slow
 def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are verified in any case; what rides behind them, here all canvases, has what is left."""
     settle(monkeypatch, token=0.0)

@@ -67,6 +67,7 @@ def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_b
     assert finish(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
 
 
+@pytest.mark.slow
 def test_a_drafter_serves_the_autoregressive_requests_beside_canvases() -> None:
     pair = tiny.make_pair()
     target = Target(pair.hf, None, replace(BOTH_WAYS, mask_token_id=MASK))
@@ -190,6 +191,7 @@ class Measured(Target):
         return super().forward(batch, *rest)
 
 
+@pytest.mark.slow
 def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Masked) -> None:
     target = Measured(copy.deepcopy(model.hf), None, model.target.diffusion)
     engine = Engine(target, max_batch_tokens=32, **BLOCKS)
@@ -321,6 +323,7 @@ def test_the_speed_of_decoding_is_behind_the_first_canvas() -> None:
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["diffusion", "self", "autoregressive"])
 def test_drafts_of_a_canvas_are_streamed_if_asked_for(model: Masked, mode: Any) -> None:
     asked = replace(CANVAS, mode=mode, max_steps=4, strategy="low_confidence_static")

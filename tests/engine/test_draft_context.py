@@ -52,6 +52,7 @@ def drafts(pair: Pair, options: dict[str, Any], most_waiting: int | None) -> lis
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_drafts_are_those_of_a_context_made_at_once(pair: Pair, options: dict[str, Any]) -> None:
     at_once = drafts(pair, options, None)

@@ -70,6 +70,7 @@ OF_CODES = (SCHEDULES[0], SCHEDULES[3], SCHEDULES[5])
 """Codes change the products alone."""
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
     ("weights", "options"),
@@ -81,6 +82,7 @@ def test_greedy_answers(weights: Weights, options: dict[str, Any]) -> None:
     assert tokens(results) == plain(weights, GREEDY)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
     ("weights", "options"),
@@ -91,6 +93,7 @@ def test_seeded_answers(weights: Weights, options: dict[str, Any]) -> None:
     assert tokens(run(weights, SAMPLED, **options)) == plain(weights, SAMPLED)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("options", [{"policy": "fixed"}, {"tree_nodes": 12, "max_batch_tokens": 32}], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -100,6 +103,7 @@ def test_forced_preemption(weights: Weights, options: dict[str, Any]) -> None:
     assert sum(result.stats.preemptions for result in results) > 0
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_prefix_hits(weights: Weights) -> None:
@@ -111,6 +115,7 @@ def test_prefix_hits(weights: Weights) -> None:
         assert all(bool(result.stats.cached_tokens) == bool(attempt) for result in results)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("draft_weights", ["int8", "int4"])
 def test_draft_weights_change_drafts_alone(draft_weights: Weights) -> None:
@@ -161,6 +166,7 @@ def test_the_kinds_of_weights_answer_differently(weights: Weights) -> None:
     assert plain(weights, GREEDY) != plain("bf16", GREEDY)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_a_product_that_depends_on_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head sums in parts, each rounded, once it has several rows, as products of libraries may."""
@@ -184,6 +190,7 @@ def test_a_product_that_depends_on_the_number_of_rows_is_found(monkeypatch: pyte
     assert tokens(list(engine.generate(CHATS, GREEDY))) != plain("bf16", GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("available", [pytest.param(True, marks=needs_kernels), False])
 def test_greedy_answers_are_those_of_transformers_up_to_ties(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels and without: PyTorch's operations take over. A token's logit is the best but for two roundings."""

@@ -17,6 +17,7 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.targets.target import Target
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_exact_is_kept_where_it_is_promised() -> None:
     pair = loaded("bf16")

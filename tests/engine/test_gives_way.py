@@ -34,6 +34,7 @@ def now_and_then(calls: list[int]) -> Callable[[], bool]:
     return newcomers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"policy": "fixed:4"}, {"tree_nodes": 6}, {}])
 @pytest.mark.parametrize(
     "params",
@@ -53,6 +54,7 @@ def test_no_answer_changes_by_drafts_that_are_dropped(
     assert len(calls) > 5 or not options, "the default may draft little for a target this small"
 
 
+@pytest.mark.slow
 def test_speculative_sampling_draws_the_same_drafts_once_more(pair: Pair) -> None:
     """Nothing of a dropped draft was used, so each token is the one that it would have been."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=9)

@@ -90,6 +90,7 @@ def ratio(
 COSTS = [(0.0, 0.1), (0.0, 2.0), (0.05, 0.1), (0.5, 2.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1, 16])
 @pytest.mark.parametrize(("token", "draft"), COSTS)
 @pytest.mark.parametrize("is_right", [True, False])
@@ -99,6 +100,7 @@ def test_goodput_is_no_slower_than_plain_decoding(
     assert ratio(monkeypatch, "goodput", requests, token, draft, is_right=is_right) <= NO_SLOWER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1, 16])
 @pytest.mark.parametrize("token", [0.0, 0.05])
 def test_drafts_that_are_never_right_are_given_up_without_copies_too(
@@ -125,6 +127,7 @@ def test_goodput_is_much_faster_where_the_drafter_is_good(
     assert ratio(monkeypatch, "goodput", requests, token, 0.1, is_right=True) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("token", "draft"), COSTS)
 def test_a_policy_that_always_drafts_would_be_seen(monkeypatch: pytest.MonkeyPatch, token: float, draft: float) -> None:
     assert ratio(monkeypatch, "fixed", 1, token, draft, is_right=False, warm_up=0) > NO_SLOWER

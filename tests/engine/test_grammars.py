@@ -152,6 +152,7 @@ def test_a_seed_gives_the_tokens_of_plain_decoding(options: dict[str, Any]) -> N
     assert answers(engine, **SAMPLED) == plain_sampled()
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_grammar_and_some_have_none() -> None:
     greedy = SamplingParams(max_tokens=24)
     each = [
@@ -304,6 +305,7 @@ def likelihood(
     return chi_square_p(counts, torch.tensor(list(laws.values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
@@ -338,11 +340,13 @@ def scored_without_masks(honest: Walk) -> Walk:
     return walk
 
 
+@pytest.mark.slow
 def test_drafts_scored_without_their_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "walk_constrained", scored_without_masks(block.walk_constrained))
     assert likelihood(verification="speculative", seeds=4000) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_bonus_token_without_its_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(bound: Any, logits: Tensor, paths: Any, params: SamplingParams) -> Tensor:
         probs = allowed_probs(bound, logits, paths, params)
@@ -353,6 +357,7 @@ def test_a_bonus_token_without_its_mask_is_seen(monkeypatch: pytest.MonkeyPatch)
         likelihood(verification="speculative")
 
 
+@pytest.mark.slow
 def test_masks_of_the_accepted_text_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "paths_of", lambda proposal: [()] * (len(proposal.token_ids) + 1))
     with pytest.raises((InputError, KeyError)):

@@ -99,6 +99,7 @@ def test_denoising_by_confidence(pair: Pair, threshold: float) -> None:
     assert max(length for result in results for length in result.stats.accepted_lengths) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 7, 64])
 @pytest.mark.parametrize("max_running", [1, 3])
 def test_every_chunk_size_and_batch(pair: Pair, chunk: int, max_running: int) -> None:
@@ -169,6 +170,7 @@ def test_settings_may_change_between_steps(pair: Pair) -> None:
     assert [request.result().token_ids for request in requests] == expected()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None) -> None:
     """The drafter's K/V come back with the target's, so a warm run drafts as well as a cold one."""
@@ -201,6 +203,7 @@ def test_answers_are_found_as_prefixes_too(pair: Pair) -> None:
     assert second.stats.cached_tokens >= len(PROMPTS[0]) + COUNT - 5
 
 
+@pytest.mark.slow
 def test_an_end_inside_a_block_does_not_upset_the_pages(pair: Pair) -> None:
     """Accepted draft tokens after the end have K/V but are no part of the request."""
     answer = expected()[0]
@@ -222,6 +225,7 @@ def test_the_text_may_fill_the_whole_context(pair: Pair) -> None:
     assert result.token_ids == greedy(small.hf, prompt, 12)
 
 
+@pytest.mark.slow
 def test_draft_window_memory_is_constant(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, draft_window=8, max_running=2)
     request = engine.add_request(list(range(30)), SamplingParams(max_tokens=300))

@@ -101,6 +101,7 @@ def compare_in_bf16(model: Masked, steps: int | None, kind: type[Target] = Targe
     return len(prompts) - len(gaps), max(gaps, default=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, None])
 def test_bf16_answers_part_only_where_two_logits_tie(model: Masked, steps: int | None) -> None:
     same, gap = compare_in_bf16(model, steps)
@@ -108,6 +109,7 @@ def test_bf16_answers_part_only_where_two_logits_tie(model: Masked, steps: int |
     assert gap < TIE, "they are no tie"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", [Shifted, Stale])
 def test_a_fault_in_verifying_is_seen_in_bf16(model: Masked, kind: type[Target], steps: int) -> None:
@@ -119,6 +121,7 @@ def test_a_fault_in_verifying_is_seen_in_bf16(model: Masked, kind: type[Target],
 # -- quantised pools, prompts and what happens meanwhile ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_on_a_quantised_pool_answers_are_those_of_that_pool(
@@ -157,6 +160,7 @@ def test_an_abort_in_any_pass_frees_pages_and_disturbs_nobody(model: Masked, pas
     assert gone.canvas is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [PLAIN, drafted(2)])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
 def test_a_preemption_after_each_pass(model: Masked, mode: DiffusionParams, kv_dtype: KVDtype) -> None:

@@ -53,6 +53,7 @@ def tokens(results: list[GenerationResult]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 def test_the_kind_of_pool_matters() -> None:
     """Or the tests below would prove little."""
     dense = [greedy(make_pair().hf, prompt, COUNT) for prompt in PROMPTS]
@@ -68,6 +69,7 @@ def test_every_combination_of_pools(pair: Pair, kv_dtype: KVDtype, draft_kv_dtyp
     assert max(length for result in results for length in result.stats.accepted_lengths) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
 @pytest.mark.parametrize(
     "options",
@@ -96,6 +98,7 @@ def test_forced_preemption(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any
     assert sum(result.stats.preemptions for result in results) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_prefix_hit_keeps_tokens_and_drafts(pair: Pair, window: int | None) -> None:
     for index, prompt in enumerate(BASE):
@@ -141,6 +144,7 @@ def leak(engine: Engine) -> None:
     engine.runner.store.__class__ = Leaky
 
 
+@pytest.mark.slow
 def test_reading_fresh_vectors_unquantised_is_seen(pair: Pair) -> None:
     engine = Engine(pair.target, page_size=4, num_pages=40, kv_dtype="int4", prefix_caching=False)
     leak(engine)
@@ -189,6 +193,7 @@ def sampled(kv_dtype: KVDtype) -> tuple[Tensor, float]:
     return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
 
 
+@pytest.mark.slow
 def test_the_law_of_whole_answers_is_the_quantised_targets() -> None:
     sequences, accepted = sampled("int4")
     assert chi_square_p(joint_counts(sequences, V), exact_law("int4")) > 1e-3

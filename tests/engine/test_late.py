@@ -41,6 +41,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

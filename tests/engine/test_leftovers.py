@@ -83,6 +83,7 @@ POLICIES: list[Any] = ["goodput", "feedback", "fixed", Climbing, Copying, random
 OPTIONS: list[dict[str, Any]] = [{}, {"denoising_steps": 2}, {"draft_window": 6, "num_pages": 20}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_nothing_of_a_step_is_kept(pair: Pair, policy: Any, options: dict[str, Any]) -> None:

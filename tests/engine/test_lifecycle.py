@@ -81,6 +81,7 @@ def _settled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_settled")
 @given(
     actions=ACTIONS,
@@ -165,6 +166,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             assert finished.count(request) == 1
 
 
+@pytest.mark.slow
 def test_the_oldest_request_is_never_the_victim(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=12)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]

@@ -101,6 +101,7 @@ def drafts_of(engine: Engine, prompt: list[int]) -> tuple[list[tuple[list[int], 
     return found, result.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_drafts_and_acceptances_are_the_references(pair: Pair, kind: str) -> None:
@@ -198,6 +199,7 @@ ANCHORED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*ANCHORED, "written by volley"])
 @torch.no_grad()
 def test_a_folder_whose_anchor_drafts_without_a_head_drafts_what_was_trained(

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 
+import pytest
+
 from tests.tiny import VOCAB, Pair, block_proposer, make_pair, teach
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask
@@ -11,6 +13,7 @@ from volley.engine.step import Step
 from volley.policies.base import Policy, View
 
 
+@pytest.mark.slow
 def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     """All are answered as they are with room for all, and nothing ever grows beyond the pool."""
     chance = random.Random(0)
@@ -39,6 +42,7 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> None:
     pair = make_pair(max_position_embeddings=8192)
     engine = Engine(pair.target, pair.drafter, draft_window=64, max_running=1, num_pages=512, max_batch_tokens=2048)

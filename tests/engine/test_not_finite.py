@@ -137,6 +137,7 @@ def check_alone(make: Callable[[], Engine], params: SamplingParams, *, has_prefi
     assert engine.snapshot().pages_used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_spoilt_request_ends_alone(case: str) -> None:
     check_alone(CASES[case], SAMPLING["greedy"])
@@ -195,6 +196,7 @@ def test_passes_in_fixed_memory_that_are_launched_ahead(drafts: bool, monkeypatc
     assert (requests[1].finish_reason, requests[1].token_ids[len(GOOD[1]) :]) == ("error", [BAD])
 
 
+@pytest.mark.slow
 def test_fused_layers_in_bf16() -> None:
     model = eager_model(target_config()).to(torch.bfloat16)
     with torch.no_grad():
@@ -207,6 +209,7 @@ def test_fused_layers_in_bf16() -> None:
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["qwen", "gemma2", *hybrid.KINDS])
 @pytest.mark.parametrize("place", [0, 2])

@@ -95,6 +95,7 @@ def law(params: SamplingParams, pair: Pair, **options: Any) -> tuple[float, floa
     return chi_square_p(joint_counts(sequences, 6), test_sampled.exact_law(params, pair)), accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "options"),
     [
@@ -118,6 +119,7 @@ def scored_over_the_whole_vocabulary(logits: Tensor, *rest: Any) -> tuple[Tensor
 propose_sampled = block.propose_sampled
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_law_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block, "propose_sampled", scored_over_the_whole_vocabulary)
     probability, _ = law(SamplingParams(temperature=1.1, max_tokens=3), tiny(), verification="speculative")

@@ -62,6 +62,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "options"), [*((index, {}) for index in range(len(EACH))), *((4, options) for options in OPTIONS)]
 )
@@ -157,11 +158,13 @@ def sampled(**options: Any) -> float:
     return chi_square_p(joint_counts(torch.tensor([result.token_ids for result in results]), V), exact_law())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"verification": "speculative"}, {"verification": "match"}, {"tree_nodes": 8}])
 def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> None:
     assert sampled(**options) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_law_that_ignores_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_the_draft(monkeypatch)
     assert sampled(verification="speculative") < 1e-6

@@ -103,6 +103,7 @@ def made(policy: Any) -> Any:
     return policy if isinstance(policy, str) else policy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "options", [{}, {"num_pages": 16}, {"draft_window": 6, "max_batch_tokens": 9}, {"denoising_steps": 2}]
@@ -136,6 +137,7 @@ def test_a_seed_gives_plain_decodings_tokens_under_every_policy(pair: Pair, poli
 HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Restless, Goodput, lambda: random_pilot(tiny().drafter)])
 def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
     settle(monkeypatch, token=1e-3)
@@ -144,6 +146,7 @@ def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy:
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "grown"), [(Climbing, True), (Goodput, False)])
 def test_the_law_of_requests_without_a_seed_is_the_targets(
     monkeypatch: pytest.MonkeyPatch, policy: Any, grown: bool
@@ -158,6 +161,7 @@ def test_the_law_of_requests_without_a_seed_is_the_targets(
     assert ways == ({False, True} if grown else {True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeded", [True, False])
 def test_the_law_of_drafts_and_copies_by_turns_is_the_targets(monkeypatch: pytest.MonkeyPatch, seeded: bool) -> None:
     sequences, copied = sampled_copies(monkeypatch, seeded=seeded)
@@ -192,12 +196,14 @@ class DrawingAgain(Speculative):
                 verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, request.length, 1)).tolist()
 
 
+@pytest.mark.slow
 def test_copies_that_are_refused_and_drawn_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("volley.engine.engine.Speculative", DrawingAgain)
     sequences, _ = sampled_copies(monkeypatch, seeded=False)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:
     sequences, accepted, ways = sampled_ways(Climbing(), seeded=True)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
@@ -235,6 +241,7 @@ class Peeking(Fixed):
         return sizes
 
 
+@pytest.mark.slow
 def test_a_policy_that_peeks_at_the_sampled_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, propose = Peeking(), BlockProposer.propose
 
@@ -266,6 +273,7 @@ def test_what_is_asked_for_is_what_one_gets(pair: Pair) -> None:
     assert Engine(pair.target).block_size == 1
 
 
+@pytest.mark.slow
 def test_without_a_drafter_the_default_copies_from_the_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are timed when something is first found in a text, and not before."""
     settle(monkeypatch, token=0.01)
@@ -287,6 +295,7 @@ def test_without_a_drafter_the_default_copies_from_the_text(pair: Pair, monkeypa
     assert set(fixed.stats.block_sizes) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [9, 16, 40])
 def test_texts_that_repeat_themselves_need_no_drafter(
     pair: Pair, num_pages: int, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +341,7 @@ def test_a_policy_needs_a_drafter(pair: Pair) -> None:
 # -- the pilot ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_pilot_decides_once_for_each_request(pair: Pair) -> None:
     """From the prompt alone: cut in chunks, found in the prefix cache or read again after a preemption, it is the same."""
     chosen: list[list[list[int]]] = []

@@ -67,6 +67,7 @@ def test_a_cached_prefix_hides_none(pair: Pair) -> None:
     assert first.prompt_logprobs is None
 
 
+@pytest.mark.slow
 def test_a_preemption_loses_none(pair: Pair) -> None:
     """Two prompts whose answers do not fit beside each other, read in small chunks."""
     engine = Engine(pair.target, pair.drafter, num_pages=10, max_batch_tokens=24, policy="fixed:4")

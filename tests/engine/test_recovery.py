@@ -103,6 +103,7 @@ def test_only_the_request_at_fault_is_lost(
     check(pair, requests, culprit=2)
 
 
+@pytest.mark.slow
 def test_nobody_is_lost_to_an_error_of_the_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch of two or more raises: all still finish, one by one."""
     engine = Engine(pair.target, pair.drafter)

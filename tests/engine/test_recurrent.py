@@ -57,6 +57,7 @@ def longest(results: list[GenerationResult]) -> int:
     return max(length for result in results for length in result.stats.accepted_lengths)
 
 
+@pytest.mark.slow
 def test_answers_vary() -> None:
     """Or the tests below would prove little."""
     for name in CONFIGS:
@@ -70,6 +71,7 @@ HARD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", HARD, ids=["chains", "trees"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family(name: str, options: dict[str, Any]) -> None:
@@ -96,6 +98,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_every_setting(options: dict[str, Any]) -> None:
     engine = taught("qwen3_5_text", **options)
@@ -194,6 +197,7 @@ def test_a_snapshot_of_other_tokens_is_found(monkeypatch: pytest.MonkeyPatch) ->
 # -- the prefix cache --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_hits_are_the_same_with_speculation_on_and_off(name: str) -> None:
     cached = []
@@ -348,6 +352,7 @@ def small_pair(name: str = "qwen3_5_text") -> Pair:
     return Pair(own, drafter, hf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -377,6 +382,7 @@ def test_a_seed_gives_the_same_answer_with_and_without_drafts(name: str, options
     assert longest(results) > 3
 
 
+@pytest.mark.slow
 def test_states_that_are_not_rolled_back_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentStates, "keep", keep_everything)
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS)

@@ -74,6 +74,7 @@ def test_max_tokens(count: int) -> None:
     assert result.stats.output_tokens == count
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_the_answer_and_belongs_to_it() -> None:
     other = next(token for token in range(50) if token not in answer(1))
     for token in sorted(set(answer(1))):
@@ -105,6 +106,7 @@ def test_the_models_own_end_token_can_be_ignored(pair: Pair) -> None:
     assert other.token_ids == answer(0)[: answer(0).index(answer(0)[6]) + 1]
 
 
+@pytest.mark.slow
 @given(
     index=st.integers(0, len(PROMPTS) - 1),
     stops=st.lists(st.tuples(st.integers(0, COUNT), st.integers(1, 6)), min_size=1, max_size=3),

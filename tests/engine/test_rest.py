@@ -58,6 +58,7 @@ def made(pair: Pair, every: Callable[[int], int], monkeypatch: pytest.MonkeyPatc
     return drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 7}, {"num_pages": 30}], ids=str)
 @pytest.mark.parametrize("rests", [(2, 9), (12, 30)])
 def test_drafts_after_a_rest_are_as_good_once_enough_was_seen(

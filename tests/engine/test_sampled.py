@@ -73,6 +73,7 @@ def drafted(verification: str) -> list[list[int]]:
     return answers(Engine(pair.target, pair.drafter, policy="fixed", verification=verification))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["speculative", "match"])
 @pytest.mark.parametrize("options", VARIANTS)
 def test_a_seed_gives_the_same_tokens_under_any_scheduling(
@@ -83,6 +84,7 @@ def test_a_seed_gives_the_same_tokens_under_any_scheduling(
     assert answers(engine) == drafted(verification), "the second time with cached prefixes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 3, 6])
 @pytest.mark.parametrize(
     "options",
@@ -102,6 +104,7 @@ def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size
     assert answers(engine) == plain()
 
 
+@pytest.mark.slow
 def test_forced_preemption_happened_above(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, **VARIANTS[3])
     assert sum(result.stats.preemptions for result in engine.generate(PROMPTS, PARAMS)) > 0
@@ -207,6 +210,7 @@ def sampled(
     return torch.tensor([result.token_ids for result in results]), accepted / seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "options"),
     [
@@ -229,6 +233,7 @@ def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> tuple[Tensor
     return logits.argmax(dim=-1), token_probs(logits, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """Greedy drafts scored softly."""
@@ -273,6 +278,7 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
     return chi_square_p(joint_counts(sequences[:, :3], 4), law), accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "more"),
     [
@@ -307,6 +313,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposa
     return proposals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["residual", "dspark", "gated", "rnn", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(propose.WALKS, Rule.SPECULATIVE, scored_as_after_the_anchor)
@@ -319,6 +326,7 @@ def few_transitions(head: BoundHead, hidden: Tensor, logits: Tensor) -> tuple[Tr
     return lambda rows, before: after(rows, before)[:, tokens], tokens
 
 
+@pytest.mark.slow
 def test_drafts_of_few_tokens_have_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
     probability, accepted = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
@@ -333,6 +341,7 @@ def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor) ->
     return proposals
 
 
+@pytest.mark.slow
 def test_distributions_over_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
     monkeypatch.setattr(block, "walk_sampled", scored_as_other_tokens)
@@ -355,6 +364,7 @@ DRAWN, ALONE = BoundHead.drawn, {"verification": "speculative", "max_running": 1
 in_c = pytest.mark.skipif(not native.is_built, reason="the library was not built")
 
 
+@pytest.mark.slow
 @in_c
 @pytest.mark.parametrize("kind", ["residual", "selector"])
 def test_chains_drawn_in_c_have_the_targets_law(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -364,6 +374,7 @@ def test_chains_drawn_in_c_have_the_targets_law(monkeypatch: pytest.MonkeyPatch,
     assert accepted > 0.4
 
 
+@pytest.mark.slow
 @in_c
 def test_chains_scored_as_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drawn", scored_as_others)
@@ -371,6 +382,7 @@ def test_chains_scored_as_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert law_with_head(params, **ALONE)[0] < 1e-6
 
 
+@pytest.mark.slow
 @in_c
 def test_a_request_with_a_seed_is_drawn_alone_as_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drawn", scored_as_others)

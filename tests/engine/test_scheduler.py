@@ -317,6 +317,7 @@ def first_tokens(block_size: int, *, clock_stands: bool = False) -> tuple[float,
     return sorted(waits[8:])[int(0.99 * len(waits[8:]))], written / now
 
 
+@pytest.mark.slow
 def test_first_tokens_do_not_wait_for_drafts() -> None:
     plain, speed = first_tokens(1)
     drafting, faster = first_tokens(3)

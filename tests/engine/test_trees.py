@@ -87,6 +87,7 @@ def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree_nodes", [2, 5, 14, 60])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 6])
 def test_every_budget_and_depth(pair: Pair, tree_nodes: int, block_size: int) -> None:
@@ -98,6 +99,7 @@ def test_every_budget_and_depth(pair: Pair, tree_nodes: int, block_size: int) ->
         assert moved(seen) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -116,6 +118,7 @@ def test_every_chunk_size_batch_and_page_size(pair: Pair, options: dict[str, Any
     assert run(taught(pair, **options)) == expected()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -142,6 +145,7 @@ def test_sequential_heads(pair: Pair) -> None:
     assert moved(seen) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_every_architecture(name: str) -> None:
     """Sliding windows, capped scores, sinks: positions inside a tree are depths everywhere."""
@@ -239,6 +243,7 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
                     torch.testing.assert_close(ours[rows[0]], theirs[rows[1]], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_written_by_trees_are_found_as_prefixes(pair: Pair) -> None:
     """Published pages are the compacted ones: a second turn on them gives the tokens of a cold start."""
     engine = taught(pair)

@@ -245,6 +245,7 @@ def slow_draft(pair: Pair, kind: str, tensors: Tensors, text: Sequence[int], pos
     return choose(kind, tensors, states, logits, text[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(pair: Pair, tmp_path: Path, kind: str) -> None:
@@ -258,6 +259,7 @@ def test_drafts_are_those_of_the_definition(pair: Pair, tmp_path: Path, kind: st
     assert max(len(draft) for _, draft, _ in found) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "part"),
     [
@@ -285,6 +287,7 @@ def test_a_reference_without_a_part_is_seen(
     assert any(draft != slow_draft(pair, kind, tensors, text, len(draft)) for text, draft, _ in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("options", [{}, {"tree_nodes": 9}, {"draft_window": 12, "max_running": 2}])
 def test_greedy_answers_are_the_targets(pair: Pair, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ def watched(
         return counts.left, committing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [LONG, SAMPLED, replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
@@ -59,6 +60,7 @@ def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
     assert min(left + committing) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", [LONG, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"]
 )
@@ -69,6 +71,7 @@ def test_so_it_has_its_next_cycle_of_chains(both: Both, count: int, params: Samp
     assert min(left + committing) > 0
 
 
+@pytest.mark.slow
 def test_the_order_before_leaves_the_device_idle(both: Both) -> None:
     """Planted: what the test above would see."""
     left, committing = watched(both, 3, LONG, is_ahead=False)
@@ -82,6 +85,7 @@ def found(target: Any, each: list[SamplingParams], **options: Any) -> list[list[
     return [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_pages": 12, "page_size": 4}, {"max_running": 2}], ids=str)
 def test_tokens_are_the_cpus(both: Both, options: dict[str, Any]) -> None:
     """Of requests that end by length and unforeseen, greedy and sampled, some of which come when others have ended."""
@@ -112,6 +116,7 @@ def chains(target: Any, drafter: Any, texts: list[list[int]], own: dict[str, Any
     return [(own.token_ids, own.stats.accepted_lengths, own.stats.preemptions) for own in results], sum(served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "options"),
     [
@@ -137,6 +142,7 @@ def test_chains_are_the_cpus(both: Both, own: dict[str, Any], options: dict[str,
     assert counts.replayed["_attention_kernel"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 10])
 def test_a_pass_that_is_moved_is_the_pass_at_that_place(both: Both, window: int | None) -> None:
     """The same bits, of the target and of drafts with and without a window, on pages in any order."""
@@ -167,6 +173,7 @@ def test_a_pass_that_is_moved_is_the_pass_at_that_place(both: Both, window: int 
             assert torch.equal(runs[0][1], runs[1][1])
 
 
+@pytest.mark.slow
 def test_tokens_that_are_read_before_they_came_are_seen(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the host does not wait for the event behind the copy."""
     expected = found(both.here.target, [GREEDY])

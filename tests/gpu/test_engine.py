@@ -84,6 +84,7 @@ def answers(target: Target, drafter: Drafter | None, count: int, params: Samplin
     return [result.token_ids for result in engine.generate(random_prompts(count, longest=20, seed=1), params)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "params", "options"), CASES)
 def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, options: dict[str, Any]) -> None:
     options = dict(options)

@@ -26,6 +26,7 @@ def test_a_cpu_has_no_memory_of_its_own() -> None:
     assert find_device(torch.device("cpu")) == Device("cpu", None)
 
 
+@pytest.mark.slow
 def test_a_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [100]
 

@@ -65,6 +65,7 @@ def triton_attention(*given: Any) -> torch.Tensor:
     return ragged_attention(*given, parted=len(given[0]) % 2 == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", ["plain", "window", "ring", "symmetric", "softcap", "sinks", "int8", "int4", "bf16"])
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Segment], list[int], list[int], dict[
     return segments, tokens, rows, late
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(batches(), min_size=1, max_size=3), st.sampled_from([None, 5]))
 def test_outputs_are_equal_and_nobody_elses_kv_change(passing: list[Any], window: int | None) -> None:

@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_are_those_of_generate(name: str) -> None:
     model = eager_model(AutoConfig.for_model(name, **{**COMMON, **FAMILIES[name]}))

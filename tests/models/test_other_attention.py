@@ -72,6 +72,7 @@ def answers_of(target: Target, prompts: list[list[int]], known: list[list[int]])
     return [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_generate(name: str) -> None:
     model = make_model(name)

@@ -37,6 +37,7 @@ def in_fp32(model: Any) -> Any:
     return nn.Module.float(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_sdar_denoises_with_the_decoded_weights(scheme: str, tmp_path: Path) -> None:
     plain = eager_model(target_config(vocab_size=260, num_hidden_layers=2, **WIDE)).requires_grad_(False)
@@ -91,6 +92,7 @@ def logits_of(target: DiffusionGemma, prompt: torch.Tensor, canvas: torch.Tensor
         return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("once", [False, True])
 def test_a_quantised_diffusion_gemma_has_the_logits_of_transformers(once: bool, tmp_path: Path) -> None:
     compressed_gemma(tmp_path / "whole", "FP8_DYNAMIC", once=False)
@@ -150,6 +152,7 @@ def experts_apart(folder: Path, scheme: str, trees: str) -> DiffusionGemmaForBlo
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trees", ["both", "decoder", "encoder"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_coded_one_by_one_compute_as_transformers_with_the_decoded_weights(
@@ -180,6 +183,7 @@ def test_experts_coded_one_by_one_compute_as_transformers_with_the_decoded_weigh
 EXPERT = "model.decoder.layers.0.experts.1.up_proj"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -211,6 +215,7 @@ def test_a_file_with_experts_one_by_one_that_is_not_whole_is_refused(
         load_target(tmp_path, torch.float32, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"), [("encoder.language_model.layers.0.layer_scalar", "lacks"), ("extra", "has")]
 )

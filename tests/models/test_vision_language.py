@@ -70,6 +70,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

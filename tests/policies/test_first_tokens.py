@@ -174,6 +174,7 @@ DEAR = Machine(base=3.5e-3, token=0.6e-3)
 CHEAP = Machine(base=3.5e-3, token=0.12e-3, draft=4e-3)  # trees are grown for one or two requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "rate"), [(DEAR, 8.0), (DEAR, 16.0), (Machine(), 8.0), (CHEAP, 8.0)])
 def test_first_tokens_come_no_more_than_15_percent_later_and_decoding_is_no_slower(
     clock: Clock, machine: Machine, rate: float
@@ -184,6 +185,7 @@ def test_first_tokens_come_no_more_than_15_percent_later_and_decoding_is_no_slow
     assert seconds <= plain_seconds
 
 
+@pytest.mark.slow
 def test_a_policy_that_does_not_know_of_prompts_keeps_them_waiting(clock: Clock) -> None:
     """Or the test above says nothing."""
     plain, _ = serve(clock, DEAR, 8.0, drafts=False)

@@ -228,6 +228,7 @@ def test_few_texts_are_kept_up_with_where_drafting_is_far_from_paying() -> None:
     assert near.keeps_up({False}, 16) == 1
 
 
+@pytest.mark.slow
 def test_hope_comes_back_with_texts_that_are_easy() -> None:
     policy = goodput(token=0.05, draft=1.0)
     simulate(policy, 4, 200, sure=0.05)

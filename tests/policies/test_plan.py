@@ -69,6 +69,7 @@ def expected(
 COUNTS = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any)
 
 
+@pytest.mark.slow
 @given(
     COUNTS,
     st.tuples(st.booleans(), st.booleans()),

@@ -7,6 +7,7 @@ often than they claim. What a cycle brings is its expected number of tokens, so 
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def worlds(right: st.SearchStrategy[float], token: st.SearchStrategy[float]) -> 
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(worlds(st.floats(0.0, 0.12), st.sampled_from([0.0, 0.05, 0.2])))
 def test_a_drafter_that_never_pays_costs_four_percent_from_the_first_cycle_on(world: World) -> None:
@@ -108,6 +110,7 @@ def test_a_drafter_that_never_pays_costs_four_percent_from_the_first_cycle_on(wo
 PAYING = worlds(st.floats(0.5, 0.95), st.sampled_from([0.0, 0.02, 0.1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(PAYING)
 def test_a_drafter_that_pays_is_never_worse_than_none_whatever_it_claims(world: World) -> None:
@@ -115,6 +118,7 @@ def test_a_drafter_that_pays_is_never_worse_than_none_whatever_it_claims(world: 
     assert world.play(CYCLES, warm_up=300) >= 1 / 1.06
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(PAYING)
 def test_a_drafter_that_knows_how_often_it_is_right_is_used_nearly_as_well_as_by_the_best_fixed_size(

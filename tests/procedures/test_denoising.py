@@ -235,6 +235,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
 @pytest.mark.parametrize("length", [1, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -274,6 +275,7 @@ def test_a_planted_fault_is_seen(fast_dllm: Masked, fault: type[Denoising]) -> N
     assert request.result().token_ids != dense_fast_dllm(fast_dllm, prompt, full, full.diffusion)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("length", "sub_block"), [(4, 2), (8, 3), (8, 4), (8, 8)])
 def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, length: int, sub_block: int, temperature: float) -> None:
@@ -282,6 +284,7 @@ def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, length: int, sub_block: 
     compare(fast_dllm, dense_fast_dllm, prompts_around(length), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_llada2_edits_as_the_dense_loop_does(sdar: Masked, temperature: float) -> None:
     target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
@@ -299,6 +302,7 @@ def test_edited_tokens_have_the_log_probability_of_the_pass_that_put_them_there(
     assert all(logprob < 0 for logprob in result.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_log_probabilities_are_of_the_pass_that_chose_the_token(
@@ -321,6 +325,7 @@ def test_log_probabilities_are_of_the_pass_that_chose_the_token(
             assert dict(top).get(token, top[1][1]) >= logprob - 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}])
 @pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
 def test_confidences_are_taken_behind_truncation(sdar: Masked, own: dict[str, Any], narrow: dict[str, Any]) -> None:
@@ -329,6 +334,7 @@ def test_confidences_are_taken_behind_truncation(sdar: Masked, own: dict[str, An
     compare(sdar, dense_sdar, prompts_around(4), params)
 
 
+@pytest.mark.slow
 def test_penalties_are_of_what_has_come_out(sdar: Masked) -> None:
     """And not of what stands on the canvas."""
     diffusion = DiffusionParams(canvas_length=4, strategy="sequential", max_steps=4)

@@ -77,6 +77,7 @@ def dense(hf: PreTrainedModel, prompt: Sequence[int], own: SamplingParams) -> li
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("diffusion", [ONE, AUTOREGRESSIVE, drafted(), drafted(8, 2)])
 def test_answers_are_those_of_masks_behind_the_text(model: Masked, temperature: float, diffusion: Any) -> None:
@@ -84,6 +85,7 @@ def test_answers_are_those_of_masks_behind_the_text(model: Masked, temperature: 
     assert answers(model.target, prompts, own) == [dense(model.hf, prompt, own) for prompt in prompts]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=6)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
@@ -280,6 +282,7 @@ def exact(hf: PreTrainedModel) -> Tensor:
     return joint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "diffusion"),
     [(InPlace, drafted(3)), (InPlace, drafted(4, 2)), (InPlace, AUTOREGRESSIVE), (InPlace, ONE), (Eager, drafted(3))],
@@ -335,6 +338,7 @@ def test_a_page_of_blocks_would_change_the_answer(sdar: Masked) -> None:
     assert request.stats.cached_tokens == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_parameters_mean_the_same(sdar: Masked, temperature: float) -> None:
     prompts = tiny.random_prompts(3, vocab=MASK)

@@ -43,6 +43,7 @@ def target(family: str = "sdar", **changes: Any) -> Target:
     return Target(tiny.eager_model(tiny.target_config(num_hidden_layers=2, **changes)), None, rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm", "gemma"])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -122,6 +123,7 @@ class Whim(DraftSteps):
         assert alone <= steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sdar", "fast_dllm", "gemma"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_number_of_passes_changes_a_token(family: str, temperature: float) -> None:
@@ -143,6 +145,7 @@ def test_no_number_of_passes_changes_a_token(family: str, temperature: float) ->
     assert min(whim.rode[rides] for rides in (True, False)) >= 5
 
 
+@pytest.mark.slow
 def test_drafts_that_are_right_are_made_and_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass is enough for a model that always says the same token; none pays for a random one."""
     settle(monkeypatch, token=0.01)
@@ -256,6 +259,7 @@ def p_of(tokens: Tensor, distribution: Tensor) -> float:
     return chi_square_p(joint_counts(tokens[:, :TOKENS], V), distribution)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "rule"), [(1, Whim), (2, Whim), (4, Whim), (None, Whim), (None, Peeks), (1, DraftSteps)]
 )
@@ -273,6 +277,7 @@ def test_sampled_tokens_have_the_models_own_distribution(steps: int | None, rule
     assert steps is None or sum(count for (_, passes, _), count in seen.items() if passes == steps) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (4, Whim), (None, Whim), (None, Peeks)])
 def test_a_planted_bias_is_seen(steps: int | None, rule: type[DraftSteps]) -> None:
     own = target(vocab_size=V)
@@ -283,6 +288,7 @@ def test_a_planted_bias_is_seen(steps: int | None, rule: type[DraftSteps]) -> No
     assert p_of(tokens, exact(own)) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_a_coupled_canvas_is_accepted_more_often_than_an_independent_one(steps: int) -> None:
     own = target()

@@ -33,6 +33,7 @@ def drafting(pair: Pair, scale: float, block_size: int = 6, num_tokens: int = 40
     return Engine(pair.target, proposer=proposer, **{"policy": "fixed", "page_size": 4, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,6 +54,7 @@ def test_greedy_answers_are_the_targets(pair: Pair, options: dict[str, Any]) -> 
     assert [result.token_ids for result in again] == expected(), "with prefixes of both models in their caches"
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_text_drafts_as_a_fresh_reading_does(pair: Pair) -> None:
     """A draft model with the target's weights is always right, or its K/V are not those of the text."""
     for result in run(drafting(pair, 0.0, num_pages=200)):
@@ -63,6 +65,7 @@ def test_what_is_kept_of_a_text_drafts_as_a_fresh_reading_does(pair: Pair) -> No
     assert 1.2 < sum(half_right) / len(half_right) < 5.5, "both outcomes are seen"
 
 
+@pytest.mark.slow
 def test_penalties_and_seeds(pair: Pair) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
     plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
@@ -99,12 +102,14 @@ class Overrated(AutoregressiveProposer):
         return seconds
 
 
+@pytest.mark.slow
 def test_sampled_answers_follow_the_targets_law() -> None:
     probability, accepted = law(biased=False)
     assert probability > 1e-3
     assert accepted > 0.4, "drafts must have been accepted for this to mean anything"
 
 
+@pytest.mark.slow
 def test_a_wrong_distribution_is_seen() -> None:
     assert law(biased=True)[0] < 1e-6
 
@@ -114,6 +119,7 @@ def test_another_vocabulary_is_refused(pair: Pair) -> None:
         AutoregressiveProposer(pair.target, 60)
 
 
+@pytest.mark.slow
 def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
     pair = make_pair(max_position_embeddings=64)
     engine = drafting(pair, 0.05, num_pages=200)
@@ -127,6 +133,7 @@ def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
     assert len(engine.proposer._texts) <= 1, "texts that it cannot read are not kept"
 
 
+@pytest.mark.slow
 def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair) -> None:
     undisturbed = run(drafting(pair, 0.3))
     engine, calls = drafting(pair, 0.3), list[int]()

@@ -68,6 +68,7 @@ class Threshold(Fixed):
         return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", list(Rule))
 def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
@@ -101,6 +102,7 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
         engine.abort(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dspark", "rnn"])
 def test_a_policy_cuts_by_it_and_greedy_answers_stay(kind: str) -> None:
     pair, policy = undecided(with_confidence(kind)), Threshold()
@@ -157,6 +159,7 @@ def law(*, biased: bool) -> tuple[float, Threshold]:
     return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), policy
 
 
+@pytest.mark.slow
 def test_sampled_answers_that_are_cut_by_it_follow_the_targets_law() -> None:
     probability, policy = law(biased=False)
     assert probability > 1e-3
@@ -164,6 +167,7 @@ def test_sampled_answers_that_are_cut_by_it_follow_the_targets_law() -> None:
     assert policy.kept > 100
 
 
+@pytest.mark.slow
 def test_a_confidence_that_knows_the_token_is_seen() -> None:
     assert law(biased=True)[0] < 1e-6
 

@@ -54,6 +54,7 @@ class Watched(Proposer):
         return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", SWITCHES, ids=lambda switches: "+".join(switches) or "as published")
 def test_chains_are_those_of_the_definition(pair: Pair, tmp_path: Path, switches: dict[str, bool]) -> None:
     folder = eagle.checkpoint(tmp_path, **switches)
@@ -67,6 +68,7 @@ def test_chains_are_those_of_the_definition(pair: Pair, tmp_path: Path, switches
         assert drafted == eagle.dense_draft(pair.hf, weights, text, len(drafted), **switches)
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_drafts_its_tokens_only(pair: Pair, tmp_path: Path) -> None:
     some = [1, 2, 5, 8, 13, 21, 34]
     folder = eagle.checkpoint(tmp_path, drafted=some)
@@ -99,6 +101,7 @@ class AfterOdd(Constraint):
         return 0
 
 
+@pytest.mark.slow
 def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair, tmp_path: Path) -> None:
     folder, calls = eagle.checkpoint(tmp_path), list[int]()
     undisturbed, engine = run(drafting(pair, folder)), drafting(pair, folder)
@@ -109,6 +112,7 @@ def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair, tmp_pat
     assert [own.stats.accepted_lengths for own in found] == [own.stats.accepted_lengths for own in undisturbed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_under_a_constraint_are_plain_decodings(pair: Pair, tmp_path: Path, temperature: float) -> None:
     params = SamplingParams(max_tokens=COUNT, temperature=temperature, seed=5, rules=(AfterOdd,))
@@ -136,6 +140,7 @@ class Knowing(EagleProposer):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -163,6 +168,7 @@ def test_greedy_answers_are_the_targets(
     assert [result.token_ids for result in run(engine)] == expected(), "with prefixes in the cache"
 
 
+@pytest.mark.slow
 def test_penalties_and_seeds(pair: Pair, tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
     plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
@@ -199,12 +205,14 @@ def law(folder: Path, *, biased: bool) -> tuple[float, float]:
     return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS
 
 
+@pytest.mark.slow
 def test_sampled_answers_follow_the_targets_law(tmp_path: Path) -> None:
     probability, accepted = law(tmp_path, biased=False)
     assert probability > 1e-3
     assert accepted > 0.4, "drafts must have been accepted for this to mean anything"
 
 
+@pytest.mark.slow
 def test_a_wrong_distribution_is_seen(tmp_path: Path) -> None:
     assert law(tmp_path, biased=True)[0] < 1e-6
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests import eagle
 from tests.tiny import Pair
 from volley import Engine
@@ -11,6 +13,7 @@ from volley.proposers.block import BlockProposer
 from volley.proposers.eagle import EagleProposer
 
 
+@pytest.mark.slow
 def test_a_drafter_is_driven_by_what_it_is(pair: Pair, tmp_path: Path) -> None:
     block = Engine(pair.target, pair.drafter)
     assert isinstance(block.proposer, BlockProposer)

@@ -85,6 +85,7 @@ SCRIPTS: list[tuple[Script, float]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "longest"), SCRIPTS)
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
 @pytest.mark.parametrize("options", [{}, {"num_pages": 14, "max_batch_tokens": 9}], ids=["roomy", "tight"])
@@ -160,6 +161,7 @@ SAMPLED: list[tuple[Script, float]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "least"), SAMPLED)
 @pytest.mark.parametrize("verification", ["speculative", "match"])
 def test_whatever_is_drafted_sampled_answers_have_the_targets_distribution(
@@ -183,6 +185,7 @@ def test_a_seed_gives_the_very_tokens_of_plain_decoding() -> None:
     assert all(result.stats.acceptance_length > 3 for result in results)
 
 
+@pytest.mark.slow
 def test_a_script_may_know_the_noise_where_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """It draws from no distribution, so that what comes out is the target's choice at each position, drafted or not."""
 
@@ -216,6 +219,7 @@ class Scored(ScriptedProposer):
         return 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("purpose", [Purpose.DRAFT, Purpose.ACCEPT, Purpose.TARGET])
 def test_a_script_with_a_distribution_that_looks_at_the_noise_of_verification_is_seen(
     monkeypatch: pytest.MonkeyPatch, purpose: Purpose

@@ -131,6 +131,7 @@ def learning(tiny: Tiny, tiny_pair: TinyPair, tmp_path: Path) -> Learning:
     return Learning(tiny, tiny_pair, tmp_path)
 
 
+@pytest.mark.slow
 def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
     with learning.server() as server:
         server.chat("Keep this", max_tokens=8, temperature=0.5, ignore_eos=True)
@@ -154,6 +155,7 @@ def test_answers_are_kept_unless_the_client_says_no(learning: Learning, caplog: 
     assert "Keep this" not in caplog.text
 
 
+@pytest.mark.slow
 def test_with_asked_only_what_clients_offer_is_kept(learning: Learning) -> None:
     assert RecalibrateConfig().recalibrate_requests == "asked", "nobody's answers are kept who has not said so"
     with learning.server(recalibrate_requests="asked") as server:
@@ -164,6 +166,7 @@ def test_with_asked_only_what_clients_offer_is_kept(learning: Learning) -> None:
         assert server.engine.tokenizer.decode(row.prompt) == "Offered"
 
 
+@pytest.mark.slow
 def test_keys_tell_clients_apart_and_are_not_kept(learning: Learning, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alpha-key\nbeta-key\n")
@@ -182,6 +185,7 @@ def test_keys_tell_clients_apart_and_are_not_kept(learning: Learning, tmp_path: 
     assert b"alpha" not in b"".join(path.read_bytes() for path in learning.folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(learning: Learning) -> None:
     want = learning.tiny.answer("Hello", max_tokens=40, ignore_eos=True)
     body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -208,6 +212,7 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
         assert learning.serves(server, BASE)
 
 
+@pytest.mark.slow
 def test_a_learnt_drafter_that_cannot_be_warmed_up_gives_way_to_the_given_one(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +229,7 @@ def test_a_learnt_drafter_that_cannot_be_warmed_up_gives_way_to_the_given_one(
         assert learning.serves(server, BASE)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_the_targets_is_refused_at_the_start(learning: Learning, tmp_path: Path) -> None:
     target = str(learning.pair.target)
     checkpoint = export(
@@ -240,6 +246,7 @@ def test_a_head_that_is_not_the_targets_is_refused_at_the_start(learning: Learni
             pass
 
 
+@pytest.mark.slow
 def test_another_given_drafter_begins_anew(learning: Learning, tmp_path: Path) -> None:
     with learning.server() as server:
         learning.tell(learning.candidate())
@@ -258,6 +265,7 @@ def reload(server: Running) -> bool:
     return asyncio.run_coroutine_threadsafe(server.service.reload_drafter(), server.service.worker.loop).result(30)
 
 
+@pytest.mark.slow
 def test_a_reload_begins_anew_from_the_operators_drafter(learning: Learning, tmp_path: Path) -> None:
     """Also where what was learnt serves; a verdict about the drafter of before swaps nothing in, and one of today does."""
     folder = tmp_path / "given"
@@ -305,6 +313,7 @@ def reload_without_learning(learning: Learning, server: Running, caplog: pytest.
     assert server.complete("Hello", max_tokens=4, ignore_eos=True).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
     learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -320,6 +329,7 @@ def test_a_reloaded_drafter_that_cannot_be_trained_serves_as_it_is(
         wait_until(lambda: (learning.folder / "pid").exists())
 
 
+@pytest.mark.slow
 def test_a_reloaded_drafter_that_the_disk_does_not_take_serves_as_it_is(
     learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,6 +348,7 @@ def test_a_reloaded_drafter_that_the_disk_does_not_take_serves_as_it_is(
         assert learning.serves(server, BASE)
 
 
+@pytest.mark.slow
 def test_a_state_that_cannot_be_written_stops_nothing(learning: Learning, caplog: pytest.LogCaptureFixture) -> None:
     """A full disk: the better drafter serves, and the next verdicts are heard."""
     with learning.server() as server:
@@ -357,6 +368,7 @@ def test_a_state_that_cannot_be_written_stops_nothing(learning: Learning, caplog
         assert learning.learnt.current.folder == "rounds/000002/full"
 
 
+@pytest.mark.slow
 def test_a_torn_candidate_is_refused_and_one_that_is_not_better_is_counted(learning: Learning) -> None:
     with learning.server() as server:
         before = server.engine.drafter
@@ -383,6 +395,7 @@ def state_of(folder: Path) -> str:
         return "gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "other"])
 def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning, model: str) -> None:
     """Of any model of the server."""
@@ -399,6 +412,7 @@ def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning, mo
     assert state_of(learning.folder) == "gone"
 
 
+@pytest.mark.slow
 def test_training_is_not_stopped_before_it_knows_its_server(learning: Learning) -> None:
     """It would stay stopped for ever where the server is killed."""
     learning.folder.mkdir()
@@ -415,6 +429,7 @@ def test_training_is_not_stopped_before_it_knows_its_server(learning: Learning) 
         worker.held -= 1
 
 
+@pytest.mark.slow
 def test_training_for_another_target_than_is_served_is_refused(
     learning: Learning, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,6 +449,7 @@ def test_training_for_another_target_than_is_served_is_refused(
     assert reasons == [f"the files of {replaced} are not those that the server runs; restart it"]
 
 
+@pytest.mark.slow
 def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: Learning) -> None:
     with learning.server() as server:
         (learning.folder / "die").touch()
@@ -441,6 +457,7 @@ def test_a_training_process_that_dies_is_counted_and_serving_goes_on(learning: L
         assert server.complete("Hello", max_tokens=4).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_training_process_that_cannot_be_understood_is_ended_and_counted(
     learning: Learning, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -453,6 +470,7 @@ def test_a_training_process_that_cannot_be_understood_is_ended_and_counted(
         assert server.complete("Hello", max_tokens=4).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_stops_keeping_and_not_serving(
     learning: Learning, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -469,6 +487,7 @@ def test_a_disk_that_takes_no_more_stops_keeping_and_not_serving(
     assert caplog.text.count("answers cannot be kept") == 1
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learning, tmp_path: Path) -> None:
     engine = Engine.from_pretrained(learning.tiny.target, learning.pair.drafter)
     with learning.server(), pytest.raises(ConfigError, match="another server recalibrates"):
@@ -492,6 +511,7 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
         RecalibrateConfig(reservoir_tokens=0)
 
 
+@pytest.mark.slow
 def test_serve_recalibrates_and_takes_its_training_along_when_it_is_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """The whole: traffic, a round of training in a process of its own, a swap, a kill."""
     log, folder = tmp_path / "log", tmp_path / "kept"

@@ -31,6 +31,7 @@ def test_a_clear_gain_is_let_through_and_measured() -> None:
     assert found.tau / found.tau_before == pytest.approx(1 + found.gain, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_chance_alone_is_let_through_about_as_often_as_its_error_says() -> None:
     passed = sum(judge(noisy(40, 0.0, seed), 1, 0).is_better for seed in range(1000))
     assert passed < 50, "two standard errors: 23 of 1000"
@@ -76,6 +77,7 @@ def test_what_suits_one_client_alone_gives_way_and_does_not_come_back() -> None:
     assert not judge_former(noisy(40, -0.1, 2), set(), 1, 0).is_better
 
 
+@pytest.mark.slow
 def test_chance_alone_seldom_brings_a_former_drafter_back() -> None:
     def rows(seed: int) -> list[Replayed]:
         return [*noisy(24, -0.2, seed, "a"), *noisy(12, 0.0, seed + 5000, "b"), *noisy(12, 0.0, seed + 9000, "c")]
@@ -115,6 +117,7 @@ def test_a_shift_is_followed_on_the_newest_answers_and_nothing_goes_against_them
     assert steady.rows == 48 or steady.is_better
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [LEAST_ROWS, 16, 40])
 def test_few_answers_let_chance_through_no_more_often(count: int) -> None:
     passed = sum(judge(noisy(count, 0.0, seed), 1, 0).is_better for seed in range(3000))

@@ -1,5 +1,6 @@
 """Replayed acceptance is that of decoding."""
 
+import pytest
 import torch
 
 from tests.conftest import TinyPair
@@ -16,6 +17,7 @@ def row(prompt: list[int], response: list[int], temperature: float) -> ServedRow
     return ServedRow(Entry(0, 0, "a", 1, True), prompt, response, temperature)
 
 
+@pytest.mark.slow
 def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, frozen: FrozenTarget) -> None:
     """A hot target of 260 tokens is nearly uniform: drafts are often kept, whatever the drafter knows."""
     engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32, policy="fixed")
@@ -31,6 +33,7 @@ def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, froz
     assert 0.8 < sum(cycles) / replayed < 1.03, "block verification keeps more than token by token, never less"
 
 
+@pytest.mark.slow
 def test_replayed_cycles_are_those_of_greedy_decoding() -> None:
     """Of the bundled pair, whose drafts are often kept."""
     engine = Engine.from_pretrained(dtype=torch.float32, policy="fixed")

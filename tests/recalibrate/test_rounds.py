@@ -37,6 +37,7 @@ def act(kept: Kept) -> None:
     learnt.save(kept.folder)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept: Kept) -> None:
     work = kept.recalibration(recalibrate_steps=25)
     assert not work.work(), "there is nothing to learn from"
@@ -73,6 +74,7 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     assert kept.learnt.roll_backs == 1
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_a_batch_are_learnt_from(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "BATCH_TOKENS", 2)
     kept.serve(60)
@@ -80,6 +82,7 @@ def test_prompts_longer_than_a_batch_are_learnt_from(kept: Kept, monkeypatch: py
     assert kept.events[-1]["event"] == "judged"
 
 
+@pytest.mark.slow
 def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
     """Whichever drafter serves, and however bad it is."""
     kept.serve(60)
@@ -101,6 +104,7 @@ def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
     assert not all(torch.equal(tensor, another[name]) for name, tensor in adapter.items())
 
 
+@pytest.mark.slow
 def test_an_adapter_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
     kept.serve(60)
     work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=480)
@@ -116,6 +120,7 @@ def test_an_adapter_begins_from_a_candidate_that_was_better_if_not_by_enough(kep
     assert not (kept.folder / "rounds/000001/train.jsonl").exists(), "prompts of past rounds go"
 
 
+@pytest.mark.slow
 def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_since(kept: Kept) -> None:
     kept.serve(60)
     work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=25, recalibrate_tokens=1500)
@@ -136,6 +141,7 @@ def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_sin
     assert (kept.learnt.current.folder, kept.learnt.seen_round, kept.learnt.roll_backs) == ("rounds/000001/full", 1, 0)
 
 
+@pytest.mark.slow
 def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kept) -> None:
     kept.serve(60)
     work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=1500)
@@ -152,6 +158,7 @@ def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kep
     assert json.loads((kept.folder / "rounds/000002/plan.json").read_text())["init"] == BASE
 
 
+@pytest.mark.slow
 def test_a_round_that_outlives_its_drafter_swaps_nothing_in(kept: Kept) -> None:
     """Its candidate may have another shape than the drafter that serves now, so that a higher τ says nothing."""
     kept.serve(60)
@@ -165,6 +172,7 @@ def test_a_round_that_outlives_its_drafter_swaps_nothing_in(kept: Kept) -> None:
     assert json.loads((kept.folder / "rounds/000001/plan.json").read_text())["base"] != other.base
 
 
+@pytest.mark.slow
 def test_random_tokens_never_swap_a_drafter_in(kept: Kept) -> None:
     """Noise has nothing to learn, however much of it comes."""
     rng = random.Random(0)
@@ -175,6 +183,7 @@ def test_random_tokens_never_swap_a_drafter_in(kept: Kept) -> None:
     assert not kept.events[-1]["swap"]
 
 
+@pytest.mark.slow
 def test_one_client_alone_swaps_nothing_in_that_does_not_serve_the_others(kept: Kept) -> None:
     """The flood can be learnt by heart; the others have nothing from that."""
     rng = random.Random(1)
@@ -222,6 +231,7 @@ def killed_at(work: Recalibration, write: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_write_of_a_round_loses_nothing(kept: Kept) -> None:
     """Whichever file is the first not to be written, the next process makes the very candidate that one would have made."""
     kept.serve(40)
@@ -248,6 +258,7 @@ def test_a_kill_before_any_write_of_a_round_loses_nothing(kept: Kept) -> None:
     assert len(gains) == 1
 
 
+@pytest.mark.slow
 def test_an_erased_round_fails_and_the_next_one_begins_anew(kept: Kept) -> None:
     kept.serve(60)
     work = kept.recalibration(recalibrate_steps=3)
@@ -277,6 +288,7 @@ def test_what_is_erased_while_a_round_begins_is_not_copied(kept: Kept, monkeypat
     assert not work.work(), "there is nothing to learn from"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in training", "behind it"])
 def test_what_is_erased_in_a_round_ends_in_no_candidate(
     kept: Kept, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -296,6 +308,7 @@ def test_what_is_erased_in_a_round_ends_in_no_candidate(
     assert {path.name for path in (kept.folder / "rounds/000001").iterdir()} == {"plan.json", "verdict.json"}
 
 
+@pytest.mark.slow
 def test_a_kill_behind_a_new_plan_hides_no_verdict(kept: Kept) -> None:
     """Numbers go on from the last verdict that was noted, also where nothing is left of its round."""
     kept.serve(60)
@@ -311,6 +324,7 @@ def test_a_kill_behind_a_new_plan_hides_no_verdict(kept: Kept) -> None:
     assert kept.events[-1]["round"] > kept.learnt.seen_round
 
 
+@pytest.mark.slow
 def test_long_prompts_do_not_count_as_answers(kept: Kept) -> None:
     for index in range(60):
         kept.reservoir.add("a", [4 + index] * 100, [7, 8, 9, 10], 0.0)
@@ -322,6 +336,7 @@ def test_long_prompts_do_not_count_as_answers(kept: Kept) -> None:
     assert len(chosen) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced: bool) -> None:
@@ -344,6 +359,7 @@ def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced
     assert kept.events[-1]["event"] == "judged"
 
 
+@pytest.mark.slow
 def test_a_round_goes_on_under_other_options_from_its_beginning(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     kept.serve(60)
     options = {"recalibrate_updates": ("full",), "recalibrate_steps": 6}

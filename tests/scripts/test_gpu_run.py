@@ -40,6 +40,7 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     return run.main
 
 
+@pytest.mark.slow
 def test_every_part_runs_dry_and_has_its_table(
     tmp_path: Path, dry_run: Callable[[], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def done_but(tmp_path: Path, *others: str) -> None:
         (tmp_path / f"{name}.json").write_text('{"seconds": 1, "passed": true}')
 
 
+@pytest.mark.slow
 def test_what_did_not_pass_is_run_again_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_part_that_takes_too_long_is_named(
     assert "## copy\n\nnot run" in (tmp_path / "tables.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_a_slow_command_said_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "COMMAND_SECONDS", 5)
     passed, said = parts.run_command("-c", "import time; print('so far'); time.sleep(60)")

@@ -138,6 +138,7 @@ def test_a_block_is_revealed_slot_by_slot(in_order: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_several_orders_bound_more_tightly() -> None:
     model = tiny_model()
@@ -192,6 +193,7 @@ def test_as_many_slots_are_asked_with_any_number_of_masks_and_a_fifth_are_drafts
     assert float(alike.max() - alike.min()) < 0.05
 
 
+@pytest.mark.slow
 def test_slots_with_revealed_tokens_behind_them_learn_the_token_alone(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_slots_with_revealed_tokens_behind_them_learn_the_token_alone(
     assert float(weights.sum()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_a_run_learns_goes_on_and_ends_in_a_model_that_answers(
     options: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_unrolled_steps_are_what_drafting_computes(pair: Pair, tmp_path: Path) -
                 torch.testing.assert_close(steps[step][0, position], normed, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_published_checkpoint_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "responses.jsonl"
     data.write_text(json.dumps({"prompt_token_ids": [5, 6, 7], "response_token_ids": [*range(9, 600)]}) + "\n")

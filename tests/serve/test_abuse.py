@@ -331,6 +331,7 @@ def test_raw_nonsense_instead_of_http(server: Running) -> None:
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.slow
 def test_slow_clients_are_cut_off_while_others_are_served(tiny: Tiny) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {MODEL}\r\ncontent-type: application/json\r\n"
     with running(tiny.engine(), receive_timeout=0.4) as server:
@@ -358,6 +359,7 @@ def _drip(connection: socket.socket) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads(tiny: Tiny) -> None:
     """What it is sent waits in its own connection; its request ends when its time is over."""
     body = b'{"prompt": "Hello", "max_tokens": 900, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
@@ -378,6 +380,7 @@ def test_a_schema_that_refers_to_itself_in_many_ways_is_read_at_once() -> None:
     assert types_of({"anyOf": [{"$ref": "#/$defs/p0"}, {"$ref": "#/$defs/end"}]}, root) == {"string"}
 
 
+@pytest.mark.slow
 def test_cors_is_off_unless_asked_for(server: Running, tiny: Tiny) -> None:
     asked = {"origin": "http://elsewhere.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=asked).headers

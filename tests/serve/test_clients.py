@@ -141,6 +141,7 @@ def for_server(code: str, server: Running) -> str:
     return code.replace("http://127.0.0.1:8000", server.url).replace("volley-reference", MODEL)
 
 
+@pytest.mark.slow
 def test_the_examples_of_openai_run(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     known: dict[str, Any] = {}
     for code in blocks("openai", "python"):

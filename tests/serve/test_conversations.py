@@ -238,6 +238,7 @@ def test_calls_one_by_one_lose_nothing(counts: list[int], random: Any) -> None:
     assert sum(own["role"] == "tool" for own in apart) == sum(counts)
 
 
+@pytest.mark.slow
 def test_over_http(tiny: Tiny, tmp_path: Path) -> None:
     """A client that has its conversation from another server: long ids, two calls, thoughts and text beside them."""
     file = tmp_path / "chat.jinja"

@@ -38,6 +38,7 @@ def test_every_figure_it_reads_is_exported(server: Running) -> None:
         assert f" volley:{name} " in exported, "at least as a comment"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None and "CI" not in os.environ, reason="no Chromium is installed: make browser")
 def test_it_lives_in_a_browser(drafting: Running, tiny: Tiny, tmp_path: Path) -> None:
     tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=160)

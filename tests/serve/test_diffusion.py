@@ -174,6 +174,7 @@ def joint_engine() -> Engine:
     return Engine(Target(hf, byte_tokenizer(), replace(JOINT, mask_token_id=3)), page_size=8)
 
 
+@pytest.mark.slow
 def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
     """The figures of one request of each mode side by side are those of its own statistics, and of its usage."""
     with running(joint_engine()) as server:
@@ -231,6 +232,7 @@ def test_tokens_and_canvases_are_counted_as_they_come() -> None:
     assert later == pytest.approx((request.stats.total_seconds - request.stats.time_to_first_token) / 12)
 
 
+@pytest.mark.slow
 def test_a_limit_that_fits_in_the_pages_is_cut_to_whole_canvases() -> None:
     hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
     family = replace(JOINT, mask_token_id=3, defaults=replace(JOINT.defaults, canvas_length=5))
@@ -267,6 +269,7 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_chat_without_a_limit_fills_a_pool_that_is_no_multiple_of_its_canvases(size: int) -> None:
     """The last canvas ends where the pool does, or before."""

@@ -72,6 +72,7 @@ def test_echo_scores_prompts(
         assert is_greedy == best + [True] * max_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_count_no_token_that_the_tokenizer_puts_in_front(tiny: Tiny, tiny_pair: TinyPair, stream: bool) -> None:
     target = Target.from_pretrained(tiny_pair.target, dtype=torch.float32)

@@ -62,12 +62,14 @@ def test_drafts_have_the_temperature_that_a_request_gives_them(server: Running) 
     assert server.complete("Hello", seed=3, draft_temperature=0).status_code == 200
 
 
+@pytest.mark.slow
 def test_none_goes_without(tiny: Tiny) -> None:
     with running(tiny.engine(), generation_config="none") as server:
         assert text(server, max_tokens=12) == tiny.answer(CHAT, seed=3, max_tokens=12, temperature=1.0)
         server.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("choice", "want"), [("auto", {"temperature": 0.8, "top_k": 5}), ("none", {})])
 def test_the_log_says_what_is_in_force(
     tiny: Tiny, caplog: pytest.LogCaptureFixture, choice: str, want: dict[str, Any]

@@ -12,6 +12,7 @@ from volley.engine.step import Step
 from volley.proposers.block import BlockProposer
 
 
+@pytest.mark.slow
 def test_drafts_give_way_to_prompts_that_come(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine(policy="fixed")
     propose, gives_way, gave = BlockProposer.propose, Pacing.gives_way, list[bool]()

@@ -79,6 +79,7 @@ def test_each_of_several_answers_is_the_engines_whole_and_streamed(
     assert (accepted > 20) == (diffusion is DRAFTED)
 
 
+@pytest.mark.slow
 @MODES
 def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, plain: str, diffusion: dict[str, Any]) -> None:
     """Wherever it stands in a draft; its tokens are the last."""
@@ -93,6 +94,7 @@ def test_a_stop_string_ends_an_answer_inside_a_block(client: OpenAI, plain: str,
         assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+@pytest.mark.slow
 @MODES
 def test_a_seed_repeats_an_answer_and_another_does_not(client: OpenAI, plain: str, diffusion: dict[str, Any]) -> None:
     assert [ask(client, diffusion, seed=seed).choices[0].text == plain for seed in (4, 5, 4)] == [True, False, True]

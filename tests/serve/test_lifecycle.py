@@ -58,6 +58,7 @@ def test_a_client_that_does_not_wait_for_its_answer(server: Running) -> None:
     server.settle()
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_too_long(tiny: Tiny) -> None:
     with running(tiny.engine(), request_timeout=0.25) as server:
         response = server.chat("Hello", **LONG)
@@ -102,6 +103,7 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
     assert given_up[0] is job
 
 
+@pytest.mark.slow
 def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine()
     inner = engine.runner.forward
@@ -139,6 +141,7 @@ def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: p
         server.settle()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong page books cannot be repaired: liveness says so, and every client gets an answer."""
     engine = tiny.engine()
@@ -159,6 +162,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead"
 
 
+@pytest.mark.slow
 def test_a_server_ends_when_its_processes_are_out_of_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine()
 
@@ -172,6 +176,7 @@ def test_a_server_ends_when_its_processes_are_out_of_step(tiny: Tiny, monkeypatc
         assert not server.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_draining_finishes_what_runs_and_refuses_the_rest(tiny: Tiny) -> None:
     with running(tiny.engine()) as server:
         untaught = [{"role": "user", "content": "What nothing was taught to answer"}]
@@ -191,6 +196,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(tiny: Tiny) -> None:
         assert not server.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_draining_does_not_wait_for_ever(tiny: Tiny) -> None:
     with running(tiny.engine(), shutdown_timeout=0.2) as server:
         lines = begin(server).iter_lines()
@@ -202,6 +208,7 @@ def test_draining_does_not_wait_for_ever(tiny: Tiny) -> None:
         assert not server.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_the_command_serves_and_obeys_sigterm(tiny_pair: TinyPair, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\n\nfirst\nsecond\n")
@@ -259,6 +266,7 @@ def test_metrics_count_what_happened(tiny: Tiny) -> None:
         assert seen['volley:http_requests_total{path="/v1/chat/completions",status="200"}'] == 1
 
 
+@pytest.mark.slow
 def test_tasks_and_threads_end_with_the_server(tiny: Tiny) -> None:
     before = threading.active_count()
     with running(tiny.engine()) as server:

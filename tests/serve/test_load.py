@@ -1,10 +1,13 @@
 """The short form of ``benchmarks/serve_load.py``."""
 
+import pytest
+
 from benchmarks import serve_load
 from tests.conftest import TinyPair
 from tests.serve.running import Tiny
 
 
+@pytest.mark.slow
 def test_mixed_load_with_clients_that_leave_and_preemptions(tiny_pair: TinyPair) -> None:
     outcome, metrics = serve_load.run(Tiny(tiny_pair), requests=200, concurrency=32)
     assert outcome.problems == []

@@ -81,6 +81,7 @@ def test_text_is_a_chats(drafting: Running, tiny: Tiny) -> None:
     assert answer.usage.output_tokens == 24
 
 
+@pytest.mark.slow
 def test_a_number_of_tokens_for_which_there_is_no_room_is_no_error(client: Anthropic, tiny: Tiny) -> None:
     """Agents send the number that their own models have."""
     answer = client.messages.create(
@@ -237,6 +238,7 @@ def test_errors_have_anthropics_form(server: Running, body: Any, message: str) -
     assert message in error["message"]
 
 
+@pytest.mark.slow
 def test_errors_of_other_kinds(client: Anthropic, tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as missing:
         client.messages.create(**for_client(model="claude"))
@@ -287,6 +289,7 @@ def test_what_claude_code_sends_is_taken(server: Running) -> None:
     assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
+@pytest.mark.slow
 def test_a_server_without_chat_template_counts_tools(tiny: Tiny, tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(TEMPLATE.replace("<tool_call>", "<call>"))

@@ -72,6 +72,7 @@ def test_one_engine_dies_and_the_other_goes_on(pair: Running, monkeypatch: pytes
     assert pair.client.get("/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_adapters_belong_to_their_model(tiny: Tiny, other: Tiny, tmp_path: Path) -> None:
     make_adapter(tmp_path / "code", tiny.drafter)
     with_adapter = ServeConfig(adapters=(f"code={tmp_path / 'code'}",))

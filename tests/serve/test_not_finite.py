@@ -81,6 +81,7 @@ def test_all_choices_of_a_request_end_with_it(spoilt: Running) -> None:
     spoilt.settle()
 
 
+@pytest.mark.slow
 def test_a_stop_string_that_spells_a_special_token_over_http(tiny_pair: TinyPair) -> None:
     target = Target.from_pretrained(tiny_pair.target, dtype=torch.float32)
     assert target.tokenizer is not None

@@ -309,6 +309,7 @@ def test_errors_have_openais_classes(client: OpenAI, server: Running) -> None:
     assert long.value.request_id
 
 
+@pytest.mark.slow
 def test_keys(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VOLLEY_API_KEY", "secret")
     with running(tiny.engine()) as server:
@@ -322,6 +323,7 @@ def test_keys(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.client.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_back(tiny: Tiny) -> None:
     with running(tiny.engine(max_running=1), max_waiting=1) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)

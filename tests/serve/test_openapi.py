@@ -23,6 +23,7 @@ def server(tiny: Tiny) -> Iterator[Running]:
         server.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_no_operation_fails(server: Running, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

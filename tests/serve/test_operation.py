@@ -72,6 +72,7 @@ def test_a_deadline_holds_while_a_request_is_prepared(server: Running, monkeypat
     server.settle()
 
 
+@pytest.mark.slow
 def test_a_full_server_prepares_nothing_more(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tiny.engine(max_running=1), max_waiting=0) as server:
         body = {
@@ -109,6 +110,7 @@ def test_a_bucket_empties_and_fills() -> None:
     assert [limit.wait("a") > 0 for _ in range(121)] == [False] * 120 + [True], "no more than a minute's is kept"
 
 
+@pytest.mark.slow
 def test_a_key_that_asks_too_often(tiny: Tiny, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
@@ -126,6 +128,7 @@ def test_a_key_that_asks_too_often(tiny: Tiny, tmp_path: Path) -> None:
         assert server.client.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_https(tiny: Tiny, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -167,6 +170,7 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
         ServeConfig(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_graphs_are_captured_before_a_server_listens(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda_graphs" not in Service(tiny.engine(), ServeConfig(), MODEL).memory
     monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))

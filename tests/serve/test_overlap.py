@@ -21,6 +21,7 @@ def streamed(server: Running, prompt: str, **body: object) -> str:
     return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
 
 
+@pytest.mark.slow
 def test_answers_are_whole_and_come_while_others_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, noted = tiny.engine(policy="fixed"), list[str]()
     engine.overlap = Overlap(torch.device("cuda"))

@@ -39,6 +39,7 @@ def reload(server: Running) -> bool:
     return asyncio.run_coroutine_threadsafe(server.service.reload_drafter(), server.service.worker.loop).result(30)
 
 
+@pytest.mark.slow
 def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Path], tiny: Tiny) -> None:
     server, folder = from_folder
     want = tiny.answer("Hello", max_tokens=200, ignore_eos=True)
@@ -71,6 +72,7 @@ def test_a_server_reloads_its_drafter_under_load(from_folder: tuple[Running, Pat
     assert server.complete("Hello", model=MODEL, max_tokens=4).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_swap_that_nobody_waits_for_any_more_is_left_out(tiny: Tiny, tiny_pair: TinyPair, is_stopping: bool) -> None:
     """The worker lives on; one that stops tells the others so."""
@@ -100,6 +102,7 @@ def test_without_a_folder_there_is_nothing_to_reload(server: Running) -> None:
     assert not reload(server)
 
 
+@pytest.mark.slow
 def test_sigusr1_reloads_and_a_terminal_that_closes_ends_the_server(tiny_pair: TinyPair, tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "volley.cli", "serve", "--target", str(tiny_pair.target), "--port", "0"]

@@ -78,6 +78,7 @@ def test_the_clients_own_stream_helper(client: OpenAI) -> None:
     assert "".join(texts) == whole.output_text
 
 
+@pytest.mark.slow
 def test_the_whole_loop_with_tools(client: OpenAI, server: Running) -> None:
     given: list[Any] = [{"role": "user", "content": "How is the weather?"}]
     forced = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 200}
@@ -214,6 +215,7 @@ def test_what_codex_sends_is_taken(server: Running) -> None:
     assert [tool["name"] for tool in response.json()["tools"]] == ["shell"]
 
 
+@pytest.mark.slow
 def test_a_full_queue_fails_as_anywhere(tiny: Tiny) -> None:
     with running(tiny.engine(max_running=1), max_waiting=0) as server, openai_client(server) as client:
         stream = client.responses.create(

@@ -70,6 +70,7 @@ def tokens(server: Running, **body: Any) -> list[int]:
     return list(response.json()["tokens"])
 
 
+@pytest.mark.slow
 def test_a_server_of_named_templates(
     tiny: Tiny, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

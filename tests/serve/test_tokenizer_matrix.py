@@ -247,6 +247,7 @@ def test_calls_in_a_conversation_are_written_as_the_template_does(cell: Cell) ->
     assert '<call weather {"city": "Bern"}>' in cell.tokenizer.decode(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelt", [False, True])
 def test_what_a_model_writes_is_taken_apart(cell: Cell, spelt: bool) -> None:
     """Whether a marker is one token or many."""
@@ -265,6 +266,7 @@ def test_what_a_model_writes_is_taken_apart(cell: Cell, spelt: bool) -> None:
         assert message["reasoning"] == ("Is it?" if thought(cell) else "")
 
 
+@pytest.mark.slow
 def test_a_bare_call_is_one(cell: Cell) -> None:
     said = answer(cell, '{"name": "weather", "arguments": {"city": "Bern", "days": 3}}')
     message, reason = cell.says(thought(cell) + said, tools=[tool()])
@@ -272,6 +274,7 @@ def test_a_bare_call_is_one(cell: Cell) -> None:
     assert (message["content"], reason) == ("", "tool_calls")
 
 
+@pytest.mark.slow
 def test_a_stop_is_found_whatever_its_tokens_are(cell: Cell) -> None:
     for stop in ("東", "is", "[STOP]", *(MARKS[cell.row["form"]][:1] if cell.row["form"] != "gpt_oss" else [])):
         opening = thought(cell) + answer(cell, "Bern")
@@ -281,6 +284,7 @@ def test_a_stop_is_found_whatever_its_tokens_are(cell: Cell) -> None:
         assert (message["content"], reason) == ("Bern and", "stop"), stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_forced_calls_are_valid(cell: Cell, choice: Any) -> None:
     body = {"tools": [tool(FORCED)], "tool_choice": choice, "max_tokens": 200, "temperature": 1}
@@ -293,6 +297,7 @@ def test_forced_calls_are_valid(cell: Cell, choice: Any) -> None:
     validate(json.loads(arguments), FORCED)
 
 
+@pytest.mark.slow
 def test_a_form_comes_after_reasoning_that_ends_at_its_budget(cell: Cell) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": FORCED}}
     budget = {"thinking_token_budget": 5} if cell.form.thinking else {}

@@ -446,6 +446,7 @@ def test_what_a_notation_cannot_express_is_refused(tiny: Tiny, name: str, schema
     assert can_bind(call, [Tool.model_validate(WEATHER)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_apart_and_ends_at_its_budget(client: OpenAI, tiny: Tiny, stream: bool) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 20}
@@ -562,6 +563,7 @@ def streamed(client: OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], int]:
     return calls, deltas
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "glm4_5", "glm4_7", "gemma4"])
 def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """The model reasons as it always does, and the client gets JSON, whole or as it is written."""
@@ -600,6 +602,7 @@ def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: P
         assert ask(client, tools=[in_strict(WEATHER)], max_tokens=5).choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_path: Path) -> None:
     with running(tiny.engine()) as server, openai_client(server) as client:
         with pytest.raises(openai.BadRequestError, match="answer-format") as error:
@@ -618,6 +621,7 @@ def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_pat
         ask(client)
 
 
+@pytest.mark.slow
 def test_the_bundled_model_calls_and_goes_on(tmp_path: Path) -> None:
     """The client's loop with a trained model and the default policy: forced call, result, answer in words."""
     file = tmp_path / "chat.jinja"

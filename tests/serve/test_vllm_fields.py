@@ -32,6 +32,7 @@ def plain_ids(tiny: Tiny, prompt: Any, **params: Any) -> list[int]:
 
 
 # -- min_tokens --------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 9, 20])
 def test_no_end_token_comes_before_min_tokens(client: OpenAI, tiny: Tiny, tiny_pair: TinyPair, least: int) -> None:
     """transformers' ``min_new_tokens`` writes the same, and drafts that end too early are rejected."""

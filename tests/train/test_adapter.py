@@ -30,6 +30,7 @@ def adapter_run(pair: TinyPair, folder: Path, init: Path, **changes: Any) -> dic
     return {**options, **changes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["none", "residual"])
 def test_an_adapter_learns_and_decodes(tiny_pair: TinyPair, tmp_path: Path, head: str) -> None:
     init = base_drafter(tiny_pair, tmp_path, head=head, head_rank=4)
@@ -53,6 +54,7 @@ def test_an_adapter_learns_and_decodes(tiny_pair: TinyPair, tmp_path: Path, head
         assert len(next(engine.generate("the cat sat", params)).token_ids) > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_died_goes_on_to_the_same_adapter(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

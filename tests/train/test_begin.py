@@ -136,6 +136,7 @@ def test_attention_and_mlp_come_from_the_nearest_layers_that_have_them() -> None
         torch.testing.assert_close(layer.mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [None, RANDOM])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_start_is_above_a_guess_among_all_tokens(family: str, start: str | None, tmp_path: Path) -> None:

@@ -364,6 +364,7 @@ def test_requests_go_where_the_fewest_are(tmp_path: Path, serve: Any) -> None:
     assert len(fast.bodies) >= 50, "while the slow one was busy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [404, 503, -1])
 def test_an_endpoint_that_stops_answering_is_dropped_and_nothing_is_lost(
     tmp_path: Path, serve: Any, failure: int
@@ -405,6 +406,7 @@ def test_a_first_endpoint_that_is_down_is_passed_over(tmp_path: Path, serve: Any
     assert collect(config, source).finished == 1
 
 
+@pytest.mark.slow
 def test_kill_9_loses_nothing_but_the_line_being_written(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: time.sleep(0.01))
     file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(200)))

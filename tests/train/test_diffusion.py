@@ -84,6 +84,7 @@ def test_who_writes_no_next_token_is_refused_by_its_config_alone(
         ENTRIES[entry](str(folder), tmp_path)
 
 
+@pytest.mark.slow
 def test_fast_dllm_gets_a_drafter_for_its_causal_mode(
     fast_dllm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def alone(target: FrozenTarget, layers: Sequence[int], with_final: bool, documen
     return OnlineFeatures(target, layers, with_final)([document], [0])
 
 
+@pytest.mark.slow
 @given(st.lists(ASKED, min_size=1, max_size=5), st.sampled_from([0, 4000, 10**9]))
 def test_what_is_remembered_is_what_the_target_computes(target: FrozenTarget, asked: list[Asked], budget: int) -> None:
     target.remembered = FeatureMemory(budget)

@@ -51,6 +51,7 @@ def test_features_in_training_are_those_of_decoding(name: str, tmp_path: Path, m
     torch.testing.assert_close(features.taps[1, :9], found[:9], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_trained_drafter_decodes(tmp_path: Path) -> None:
     folder = write_target("qwen3_5_text", tmp_path / "target")
     options = tiny_run(folder, tmp_path, max_steps=20, eval_prompts=2, eval_max_tokens=6, learning_rate=0.01)

@@ -37,6 +37,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor])
         assert torch.equal(tensor, second[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_learns_reports_and_saves_a_drafter(tiny_pair: TinyPair, tmp_path: Path, capsys: Any) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=40, eval_prompts=2, eval_max_tokens=6, learning_rate=0.01)
     options |= {"epochs": 99, "eval_steps": 25, "init": RANDOM}
@@ -86,6 +87,7 @@ def test_a_markov_head_starts_from_a_residual_one(tiny_pair: TinyPair, tmp_path:
         train(TrainConfig(**{**options, "out": str(tmp_path / "third"), "head_rank": 5}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"reveal": 0.5}, {"head": "residual", "head_rank": 8, "optimizer": "muon", "soft_targets": 0.5}]
 )
@@ -122,6 +124,7 @@ def test_an_interrupt_saves_and_the_run_goes_on(tiny_pair: TinyPair, tmp_path: P
     assert trainer.schedule.position.step == step
 
 
+@pytest.mark.slow
 def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=2)
     run(options)
@@ -136,6 +139,7 @@ def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) ->
         run(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"soft_targets": 0.5, "window": 6}])
 def test_grouped_attention_trains_like_the_dense_reference(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
@@ -155,6 +159,7 @@ def test_passes_do_not_change_the_step(tiny_pair: TinyPair, tmp_path: Path) -> N
         torch.testing.assert_close(parts[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_the_same_from_memory(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, soft_targets=0.5, max_steps=8)
     online, memory, default = (
@@ -166,6 +171,7 @@ def test_a_drafter_learns_the_same_from_memory(tiny_pair: TinyPair, tmp_path: Pa
         torch.testing.assert_close(memory[name], tensor, atol=1e-3, rtol=1e-2, msg=name)
 
 
+@pytest.mark.slow
 def test_cached_features_train_like_online_ones(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -247,6 +253,7 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
         assert changed(before) == sees
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=9, tokens_per_batch=150, log_steps=1, save_steps=2)
     single = run({**options, "out": str(tmp_path / "single")})

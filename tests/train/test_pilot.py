@@ -33,6 +33,7 @@ from volley.train.pilot import (
 PROMPTS = random_prompts(5, longest=20, seed=3)
 
 
+@pytest.mark.slow
 def test_labels_are_what_the_engine_did(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=100)
     greedy, hot = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.0, seed=3)
@@ -90,6 +91,7 @@ def test_a_pilot_learns_what_the_prompt_tells(pair: Pair) -> None:
     assert outcome.fixed[2] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_labelling_goes_on_from_its_file(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter, num_pages=60)
 
@@ -151,6 +153,7 @@ def test_the_times_of_a_cycle(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     assert cycle_seconds(engine, (2, 6), 4).tolist() == pytest.approx([1.9, 3.5])
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_pilot_beside_the_drafter(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

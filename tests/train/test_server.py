@@ -137,6 +137,7 @@ def test_a_target_that_runs_elsewhere_keeps_its_ends_and_its_identity(tiny_pair:
     assert {name for name, _ in ends.model.named_parameters()} == {"model.embed_tokens.weight", "model.norm.weight"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["online", "cache"])
 def test_training_with_a_server_is_training_with_the_target(
     stub: Stub, tiny_pair: TinyPair, tmp_path: Path, features: str
@@ -154,6 +155,7 @@ def test_training_with_a_server_is_training_with_the_target(
     assert stub.prompts
 
 
+@pytest.mark.slow
 def test_when_the_server_is_gone_the_run_goes_on_with_another(
     stub: Stub, target: FrozenTarget, tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

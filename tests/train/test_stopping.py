@@ -79,6 +79,7 @@ def test_without_keep_best_the_last_drafter_is_kept(tiny_pair: TinyPair, tmp_pat
     assert_kept(tmp_path, evaluations.seen[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_a_killed_run_counts_on_and_still_keeps_the_best(tiny_pair: TinyPair, tmp_path: Path, after: int) -> None:
     """Killed in the evaluation behind the first ``after``: their τ is known to the run that goes on, whenever it is saved."""

@@ -78,6 +78,7 @@ def large_target(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_training_chooses_by_itself_and_answers_stay(tmp_path: Path) -> None:
     target = large_target(tmp_path / "target")
     options = tiny_run(target, tmp_path, eval_prompts=2, eval_max_tokens=6)
@@ -104,6 +105,7 @@ def reduced_run(tiny_pair: TinyPair, folder: Path, **changes: Any) -> dict[str, 
     return tiny_run(tiny_pair.target, folder, draft_vocab_size=40, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["residual", "markov"])
 def test_a_reduced_drafter_is_trained_on_adapted_and_exported(tiny_pair: TinyPair, tmp_path: Path, head: str) -> None:
     options = reduced_run(tiny_pair, tmp_path, head=head, head_rank=4)

@@ -66,6 +66,7 @@ def test_overfitting_is_cross_entropy_that_rises_where_it_is_held_out_and_falls_
     assert is_overfit(lines) == expected
 
 
+@pytest.mark.slow
 def test_a_training_that_learns_few_rows_by_heart_overfits(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """And one that sees them few times does not."""
     for epochs, expected in ((10, False), (160, True)):

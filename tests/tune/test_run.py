@@ -79,6 +79,7 @@ def options(folder: Path, target: Path, **changes: Any) -> TuneConfig:
     return TuneConfig(**{**given, **changes})
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_drafter(tmp_path: Path) -> None:
     config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
     said: list[str] = []
@@ -208,6 +209,7 @@ def killed_at(config: TuneConfig, place: str) -> tuple[int, list[str]]:
     return os.waitpid(pid, 0)[1], heard.read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
     """kill −9, in a process of its own, once in each step; what was finished before is not done again."""
     config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
@@ -221,6 +223,7 @@ def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
     assert (config.out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> None:
     target = make_target(tmp_path, CONFIGS["llama"])
     own = options(tmp_path, target)
@@ -260,6 +263,7 @@ def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path
         assert held_out_prompts(config.out, tokenizer, 256) == prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_moe"])
 def test_a_target_with_experts_or_sliding_windows_runs_through(tmp_path: Path, family: str) -> None:
     out = tune(options(tmp_path, make_target(tmp_path, CONFIGS[family])), lambda _: None)
@@ -267,6 +271,7 @@ def test_a_target_with_experts_or_sliding_windows_runs_through(tmp_path: Path, f
     assert (out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_narrow_target_in_gguf_learns_in_float32_and_serves_in_bfloat16(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", random_model("llama"), "llama", tokenizer=bpe_tokenizer())
     config = options(tmp_path, path, dtype="auto")
@@ -277,6 +282,7 @@ def test_a_narrow_target_in_gguf_learns_in_float32_and_serves_in_bfloat16(tmp_pa
     assert read_certificate(config.out / "certificate.json")["verdict"] == "lossless"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
     for changes in ({"data": ("d",)}, {"prompts": ()}, {"prompts": (), "data": ("d",), "endpoint": "http://h"}):
         with pytest.raises(ConfigError, match=r"one of the two|name them with --prompts"):
@@ -346,6 +352,7 @@ def test_batches_leave_steps_and_keep_the_optimizer_small(
     assert batch_tokens(seconds, per_token, update) == expected
 
 
+@pytest.mark.slow
 def test_few_prompts_are_refused_before_anything_is_loaded_or_answered(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in "abca"))

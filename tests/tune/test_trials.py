@@ -178,6 +178,7 @@ def trainings(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> 
     return Trainings(TrainConfig(**options), target, serving, Ranks("cpu"))
 
 
+@pytest.mark.slow
 def test_each_question_can_be_trained(trainings: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "SEES", 0.0)
     made = list[Trial]()

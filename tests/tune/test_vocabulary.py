@@ -97,6 +97,7 @@ def test_small_vocabularies_are_drafted_whole() -> None:
     assert sizes_for(151_936) == [9496, 18_992, 37_984, 75_968]
 
 
+@pytest.mark.slow
 def test_drafters_are_timed_here(models: tuple[FrozenTarget, Target], tiny_pair: TinyPair, tmp_path: Path) -> None:
     trial = Trial("", {}, 2.5, [0.8, 0.7, 0.6], 0.01, 9, 1.0)
     size, why = choose_vocabulary(trial, config(tmp_path, str(tiny_pair.target), range(50), range(50)), *models, SIZES)

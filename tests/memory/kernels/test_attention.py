@@ -72,6 +72,7 @@ SEGMENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     shapes=SEGMENTS,
     page_size=st.integers(1, 5),
@@ -95,6 +96,7 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     check(segments, AttentionOptions(0.3, window, softcap, sink_logits, symmetric), heads, dim, parted)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_many_tiles_beside_a_single_token() -> None:
     torch.manual_seed(0)
     segments = make_segments([(3, 70, True), (40, 1, True), (10, 40, False)], 16, None, False)
@@ -102,6 +104,7 @@ def test_a_prompt_of_many_tiles_beside_a_single_token() -> None:
     check(segments, AttentionOptions(0.3, 20), (1, 3), 16, True)
 
 
+@pytest.mark.slow
 def test_half_precision() -> None:
     torch.manual_seed(0)
     segments = make_segments([(30, 4, True), (20, 8, False)], 4, None, False)
@@ -110,6 +113,7 @@ def test_half_precision() -> None:
     check(segments, AttentionOptions(0.3), (2, 2), 16, True, dtype, 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 3, 13])
 @pytest.mark.parametrize("parted", [False, True])
 def test_trees_beside_chains(window: int | None, parted: bool) -> None:
@@ -123,6 +127,7 @@ def test_trees_beside_chains(window: int | None, parted: bool) -> None:
     check(segments, AttentionOptions(0.3, window), (2, 2), 8, parted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 20])
 @pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize("ring", [False, True])
@@ -150,6 +155,7 @@ def test_the_kernel_is_chosen_where_it_can_run() -> None:
     assert attention_for(torch.device("cuda")) is kernel.ragged_attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (200, True)])
 def test_a_token_alone_is_the_same_to_the_bit_as_in_a_block_of_any_batch(
     window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from volley.memory.kv_store import DenseKVStore
 from volley.models.drafters.inject import Injection
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 6),
     layers=st.integers(1, 3),

@@ -46,6 +46,7 @@ def test_no_kernel_spills_and_all_fit(resources: list[dict[str, Any]], arch: int
     assert any("float32" in used["kernel"] for used in every)
 
 
+@pytest.mark.slow
 def test_a_tile_that_is_too_large_is_found(cache: Path) -> None:
     planted = """
 import torch

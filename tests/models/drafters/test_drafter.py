@@ -122,6 +122,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_drafting_through_the_pool_equals_recomputing_from_scratch(
     pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +145,7 @@ def test_drafting_through_the_pool_equals_recomputing_from_scratch(
     check(pair, drafter, drafts, options.get("draft_window"))
 
 
+@pytest.mark.slow
 def test_the_mask_token_fills_the_block(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter)
     drafts = record(engine)
@@ -179,6 +181,7 @@ def test_a_drafter_of_another_target_is_refused(pair: Pair, changes: dict[str, i
         Engine(pair.target, drafter)
 
 
+@pytest.mark.slow
 def test_a_target_may_reach_further_than_its_drafter(pair: Pair) -> None:
     drafter = random_drafter(2, max_position_embeddings=16)
     drafter.rotary(torch.arange(8), torch.float32)  # tables of the shorter length may exist already
@@ -189,6 +192,7 @@ def test_a_target_may_reach_further_than_its_drafter(pair: Pair) -> None:
     check(pair, drafter, drafts[-3:])
 
 
+@pytest.mark.slow
 def test_tables_that_a_graph_may_read_stay_when_longer_ones_are_made(pair: Pair) -> None:
     rotary, positions = pair.drafter.rotary, torch.arange(4)
     rotary(positions, torch.float32)
@@ -201,6 +205,7 @@ def test_tables_that_a_graph_may_read_stay_when_longer_ones_are_made(pair: Pair)
     assert len(rotary(torch.tensor([rotary.length - 1]), torch.float32)[0]) == 1
 
 
+@pytest.mark.slow
 def test_bf16_pairs_draft_too() -> None:
     target, drafter, _ = make_pair(9)
     target.model.bfloat16()

@@ -61,6 +61,7 @@ def test_speculators_configs_count_taps_from_one_and_leave_out_what_is_usual() -
     assert (config.eagle.norm_before_residual, config.eagle.norm_before_fc) == (True, False)
 
 
+@pytest.mark.slow
 def test_taps_that_a_config_does_not_name_are_the_authors(tmp_path: Path) -> None:
     assert (usual_taps(32), usual_taps(36)) == ((1, 15, 28), (1, 17, 32))
     bare = {key: value for key, value in eagle.config().items() if key != "eagle_config"}
@@ -168,6 +169,7 @@ def test_what_else_drafters_are_for_refuses_it(tmp_path: Path) -> None:
         Drafter.from_pretrained(eagle.checkpoint(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_bf16_and_codes_run(tmp_path: Path, weights: Any) -> None:
     torch.manual_seed(0)
@@ -180,6 +182,7 @@ def test_bf16_and_codes_run(tmp_path: Path, weights: Any) -> None:
     assert drafted.token_ids == next(Engine(target).generate([[1, 2, 3]], params)).token_ids
 
 
+@pytest.mark.slow
 def test_a_benchmark_measures_it(tiny_pair: TinyPair, tmp_path: Path) -> None:
     file, folder = tmp_path / "p.jsonl", tmp_path / "eagle"
     file.write_text('{"prompt": "Hello"}\n')

@@ -151,6 +151,7 @@ def rare_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_text_of_rare_tokens_is_drafted_once_they_are_seen(rare_pair: Path) -> None:
     """Answers are plain decoding's, greedy and sampled; drafts come from what prompt and answer have shown."""
     bundled = Engine.from_pretrained(None, None)
@@ -173,6 +174,7 @@ def test_a_text_of_rare_tokens_is_drafted_once_they_are_seen(rare_pair: Path) ->
     assert {VOCAB - 1 - token for token in prompt} <= drafted
 
 
+@pytest.mark.slow
 def test_small_vocabularies_are_drafted_whole() -> None:
     engine = Engine.from_pretrained()
     assert not pays(engine.target.kept_head)

@@ -23,6 +23,7 @@ def by_layers(drafter: Drafter, kind: KVDtype, features: torch.Tensor, positions
     return store
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 9) | st.sampled_from([256, 257, 600]),
     layers=st.integers(1, 3),

@@ -37,6 +37,7 @@ def test_logits_and_weights_are_transformers(tmp_path: Path, case: str) -> None:
         assert torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_transformers(tmp_path: Path, case: str) -> None:
     model = random_model(case)
@@ -46,6 +47,7 @@ def test_answers_are_transformers(tmp_path: Path, case: str) -> None:
     assert answers == [greedy(model, prompt, 20) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_codes_are_those_of_the_file(tmp_path: Path, case: str) -> None:
     """Whatever was done to the order of their rows."""

@@ -99,6 +99,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
 @pytest.mark.parametrize("kind", STORED)
@@ -220,6 +221,7 @@ def test_what_is_rounded_is_the_decoded_model(tmp_path: Path, family: str, tied:
         )
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", MIXED])
 def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:

@@ -45,6 +45,7 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
     return [greedy(model, prompt, 30) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_tokens_are_transformers(tmp_path: Path, family: str, tied: bool) -> None:
@@ -63,6 +64,7 @@ def test_a_file_whose_queries_are_not_interleaved_is_another_model(tmp_path: Pat
     assert answers(path) != expected(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K", "IQ4_XS", "mixed"])
 def test_quantised_files_are_what_the_package_decodes(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
@@ -123,6 +125,7 @@ def test_scaled_positions(tmp_path: Path, keys: dict[str, Any], rope: dict[str, 
     assert answers(write_model(tmp_path / "model.gguf", model, "qwen2", keys=keys)) == expected(model)
 
 
+@pytest.mark.slow
 def test_llama_3_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -264,6 +267,7 @@ def test_a_type_of_tensor_that_the_package_does_not_know_is_named(tmp_path: Path
         Target.from_pretrained(path)
 
 
+@pytest.mark.slow
 def test_any_part_stands_for_the_whole_model(tmp_path: Path) -> None:
     model, tokenizer = random_model("qwen3"), bpe_tokenizer()
     first = write_model(tmp_path / "model.gguf", model, "qwen3", tokenizer=tokenizer, tensors_a_part=13)

@@ -139,6 +139,7 @@ def test_a_pair_is_in_memory_once(
     assert most[weights, draft_weights] < 1.1 * held + SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["BF16", "Q4_0"])
 def test_a_gguf_file_is_in_memory_once(tmp_path: Path, kind: str) -> None:
     """The weights of the file, and nothing of the file itself; queries and keys of Llama lie in another order there."""
@@ -178,6 +179,7 @@ assert torch.linalg.svdvals(left).shape == (64,), "what was never used before"
 """
 
 
+@pytest.mark.slow
 def test_libraries_leave_memory_and_come_again() -> None:
     found = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True, check=True, timeout=120)
     assert float(found.stdout) < 0.4
@@ -200,6 +202,7 @@ with giving_back():
 """
 
 
+@pytest.mark.slow
 def test_what_is_freed_while_loading_is_given_back() -> None:
     """In a process of its own, without free memory of earlier tests."""
     found = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True, timeout=120)

@@ -199,6 +199,7 @@ def test_decoded_layers_are_fused_and_hold_their_weights_once(tmp_path: Path) ->
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
 def test_speculation_on_a_quantised_target_is_lossless(scheme: str, tmp_path: Path) -> None:
     folder = compressed(scheme, tmp_path)

@@ -48,6 +48,7 @@ def target(hf: DiffusionGemmaForBlockDiffusion) -> DiffusionGemma:
     return DiffusionGemma(copy.deepcopy(hf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "page_size"), [(3, 1), (8, 4), (32, 16), (33, 4)])
 @pytest.mark.parametrize("stability", [0, 1, 2])
 def test_step_by_step_as_transformers(
@@ -85,6 +86,7 @@ def compare(
     return len(theirs.bests)
 
 
+@pytest.mark.slow
 def test_canvases_settle_after_as_many_passes_as_in_transformers() -> None:
     hf = random_model(is_sharp=True)
     engine = Engine(DiffusionGemma(copy.deepcopy(hf)), page_size=4)
@@ -382,6 +384,7 @@ def test_a_loaded_model_in_fp32_has_the_logits_of_transformers(
     torch.testing.assert_close(one_pass(loaded), one_pass(target), atol=5e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_answers_step_by_step_as_transformers(
     hf: DiffusionGemmaForBlockDiffusion, tmp_path: Path
 ) -> None:

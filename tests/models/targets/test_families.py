@@ -48,6 +48,7 @@ def generate(folder: Path, python_path: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_family_to_the_commands(checkpoint: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     (package / "llada2_door-1.dist-info").mkdir(parents=True)

@@ -96,6 +96,7 @@ def test_an_unreachable_hub_names_the_remedy(monkeypatch: pytest.MonkeyPatch) ->
         drafter_path("somebody/drafter")
 
 
+@pytest.mark.slow
 def test_a_target_that_neither_this_machine_nor_the_hub_has(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str, **_: object) -> str:
         raise OSError("no route")

@@ -125,6 +125,7 @@ def divided(tiny_pair: TinyPair, answers: Answers) -> dict[str, Answered]:
     return ended.result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_answer_as_one(
     divided: dict[str, Answered], tiny_pair: TinyPair, answers: Answers, name: str
@@ -154,6 +155,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_biases_and_a_head_of_its_own(tmp_path: Path) -> None:
     model = eager_model(LlamaConfig(**SHAPE, attention_bias=True, tie_word_embeddings=False))
     for name, weight in model.named_parameters():
@@ -209,6 +211,7 @@ def answer_faultily(path: Path, drafter: Path, answers: Answers) -> tuple[list[A
     return found, raised
 
 
+@pytest.mark.slow
 def test_faults_are_seen(tiny_pair: TinyPair, answers: Answers) -> None:
     ended = run_ranks(answer_faultily, tiny_pair.target, tiny_pair.drafter, answers)
     (right, unmoved, wrong), raised = ended.result
@@ -250,6 +253,7 @@ def command(*words: str) -> str:
     return printed.read_text()
 
 
+@pytest.mark.slow
 def test_the_command_line(tiny_pair: TinyPair, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "abc"}) + "\n")

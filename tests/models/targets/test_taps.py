@@ -61,6 +61,7 @@ def test_closed_taps_hear_nothing(pair: Pair) -> None:
         taps.take()
 
 
+@pytest.mark.slow
 def test_an_engine_takes_its_hooks_with_it() -> None:
     target, drafter, _ = make_pair()
     engine = Engine(target, drafter, num_pages=4)

@@ -117,6 +117,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_logits_are_those_of_eager_attention(name: str) -> None:
     target, tokens, expected = case(name)
