@@ -108,7 +108,7 @@ def vllm_answer(row: Row, options: argparse.Namespace) -> Answer:
     if row.builtin:
         speculation["speculative_config"] = {"method": "dflash", "model": row.drafter, "num_speculative_tokens": 7}
     elif row.drafter is not None:
-        speculation = engine_args(PluginOptions(drafter=row.drafter, policy=row.policy, greedy_only=True))
+        speculation = engine_args(PluginOptions(drafter=row.drafter, policy=row.policy))
     llm = LLM(
         TARGET,
         dtype=options.dtype,

@@ -46,7 +46,6 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         "denoising_threshold",
         "draft_temperature",
         "draft_window",
-        "greedy_only",
     }
     assert args["additional_config"]["volley"].keys() == keys
     assert PluginOptions.from_config(args["additional_config"]) == options
