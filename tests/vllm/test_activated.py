@@ -1,6 +1,5 @@
 """``VOLLEY_DRAFTER`` and real vLLM: each way to draft, and a server that is given nothing else."""
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from tests.vllm.running import metric, running
 from volley import Engine, SamplingParams
 from volley.cli import app
 from volley.files import REFERENCE
-from volley.vllm import register
-from volley.vllm.activation import NOTHING
+from volley.vllm import activation, register
+from volley.vllm.activation import NOTHING, configure
 
 pytest.importorskip("vllm")
 
@@ -44,7 +43,6 @@ def test_each_way(
     method: str | None,
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """vLLM's own method, volley's class, and neither: the answers are the target's, and one line says what drafts."""
     from vllm.engine.arg_utils import EngineArgs
@@ -55,15 +53,19 @@ def test_each_way(
     monkeypatch.setenv("VOLLEY_DRAFTER", drafter)
     for name, value in variables.items():
         monkeypatch.setenv(f"VOLLEY_{name}", value)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    said: list[str] = []
+
+    def watched(args: Any, make: Any) -> Any:
+        found = configure(args, make)
+        said.append(found[1])
+        return found
+
+    monkeypatch.setattr(activation, "configure", watched)
     register()
-    with caplog.at_level(logging.INFO, "vllm.volley"):
-        run = Run(max_num_seqs=4)
+    run = Run(max_num_seqs=4)
     config: Any = run.llm.llm_engine.vllm_config.speculative_config
     assert (config.method if config else None) == method
-    (line,) = [
-        record.getMessage() for record in caplog.records if record.name == "vllm.volley" and "drafts" in record.msg
-    ]
+    (line,) = said
     assert line.startswith(NOTHING) == (method is None)
     assert run.answer([PROMPT], max_tokens=LENGTH) == [expected]
     if config:
@@ -88,6 +90,7 @@ def test_a_server_that_is_given_nothing_but_the_variable(
 ) -> None:
     """vLLM's own command finds the plugin by its entry point; no option of it is about speculation."""
     monkeypatch.setenv("VOLLEY_DRAFTER", "reference-dflash")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     script = Path(__file__).parents[2] / "benchmarks" / "vllm_command.py"
     command = [sys.executable, str(script), "serve", str(REFERENCE / "target"), "--served-model-name", "reference"]
     command += [

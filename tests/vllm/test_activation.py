@@ -1,5 +1,6 @@
 """What the environment makes vLLM do. The engine's arguments are played here; ``test_activated.py`` has real ones."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,13 @@ import pytest
 from tests import eagle
 from tests.conftest import TinyPair
 from tests.tiny import random_drafter
+from volley.errors import ConfigError
 from volley.models.checkpoints.checkpoint import HeadConfig
-from volley.vllm import launch
+from volley.vllm import launch, register
 from volley.vllm.activation import NOTHING, configure
+from volley.vllm.options import LOGGER
+
+from ..test_cli import run
 
 
 class Arguments(SimpleNamespace):
@@ -144,3 +149,17 @@ def test_vllms_own_options_come_first(tiny_pair: TinyPair) -> None:
         found, line = configured(tiny_pair.target, **given)
         assert given.items() <= found.items()
         assert line == f"{NOTHING}: vLLM's own options say how to speculate, so VOLLEY_DRAFTER is not looked at"
+
+
+def test_an_untested_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(LOGGER, "warning", lambda text, *parts: said.append(text % parts))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))  # it has nothing to change
+    register()
+    (line,) = said
+    assert line.startswith(f"{NOTHING}: this is vLLM 0.33.0")
+
+
+def test_the_doctor_asks_for_a_pair_or_vllm(tiny_pair: TinyPair) -> None:
+    with pytest.raises(ConfigError, match="give --drafter and --data, or --vllm"):
+        run("doctor", "--target", tiny_pair.target)

@@ -1,6 +1,7 @@
 """``volley serve --engine vllm``: what it checks and the command it makes. Nothing here needs vLLM."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -175,9 +176,10 @@ def test_settings_of_drafters_are_refused_without_one(tiny_pair: TinyPair, given
 @pytest.mark.usefixtures("installed")
 def test_the_server_takes_the_place_of_the_process(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("os.execv", lambda *given: started.append(given))
+    monkeypatch.setattr("os.execv", lambda *given: started.append((*given, "VOLLEY_DRAFTER" in os.environ)))
+    monkeypatch.setenv("VOLLEY_DRAFTER", "reference")
     _, said = run("serve", "--engine=vllm", tiny_pair.target, "--drafter", "none")
-    assert started == [(sys.executable, [*SERVER, str(tiny_pair.target)])]
+    assert started == [(sys.executable, [*SERVER, str(tiny_pair.target)], False)]
     assert "vllm.entrypoints.openai.api_server" in said
 
 

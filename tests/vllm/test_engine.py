@@ -204,7 +204,7 @@ def test_sampled_answers(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = run.count("spec_decode_num_accepted_tokens")
     assert p_value(1000) > 1e-4
     assert run.count("spec_decode_num_accepted_tokens") > before + 50, "some of them were drafts"
-    monkeypatch.setattr(rejection_sampler, "_expand", vllms_own)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", vllms_own)
     assert p_value(300) < 1e-9
 
 
@@ -281,9 +281,15 @@ def test_a_drafter_of_another_target(tmp_path: Path) -> None:
         Run(**plugin(str(tmp_path)))
 
 
-def vllms_own(output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, old: int, new: int) -> None:
-    """Spread values over draft tokens as vLLM 0.32's CPU build does by itself."""
-    torch.ops._C.expand_kernel_impl(output.to(torch.int64), values.to(torch.int64), ends.to(torch.int64), old, new)
+def vllms_own(
+    x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Spread values over draft tokens as vLLM 0.32's CPU build does by itself: the kernel writes to a copy."""
+    output = x.new_empty(total)
+    torch.ops._C.expand_kernel_impl(
+        output.to(torch.int64), x.to(torch.int64), ends.to(torch.int64), replace_from, replace_to
+    )
+    return output
 
 
 def test_top_k_in_passes_without_drafts(drafter: str) -> None:
@@ -294,7 +300,7 @@ def test_top_k_in_passes_without_drafts(drafter: str) -> None:
 
 def test_a_vllm_that_verifies_at_wrong_temperatures(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(**plugin(drafter))
-    monkeypatch.setattr(rejection_sampler, "_expand", vllms_own)
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", vllms_own)
     with pytest.raises(UnsupportedModelError, match="verifies drafts at wrong temperatures"):
         type(run.proposer)(run.llm.llm_engine.vllm_config)
 
