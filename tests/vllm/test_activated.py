@@ -1,6 +1,8 @@
 """``VOLLEY_DRAFTER`` and real vLLM: each way to draft, and a server that is given nothing else."""
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,12 @@ def expected() -> list[int]:
     engine = Engine.from_pretrained(REFERENCE / "target", drafter=None, dtype=torch.float32, block_size=1)
     (answer,) = engine.generate(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
     return answer.token_ids
+
+
+@pytest.fixture(autouse=True)
+def _clean_up() -> Iterator[None]:
+    yield
+    gc.collect()  # the engine of a test must be gone before the next one is made
 
 
 @pytest.mark.parametrize(

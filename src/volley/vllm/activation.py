@@ -86,6 +86,8 @@ def register() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     plain = EngineArgs.create_engine_config
+    if hasattr(plain, "of_volley"):  # vLLM may load a plugin repeatedly
+        return
 
     @wraps(plain)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +95,7 @@ def register() -> None:
         (LOGGER.warning if line.startswith(NOTHING) else LOGGER.info)(line)
         return config
 
+    create_engine_config.of_volley = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
 
 
