@@ -1,6 +1,7 @@
 """``volley serve --engine vllm``: what it checks and the command it makes. Nothing here needs vLLM."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -82,25 +83,29 @@ def test_a_plain_drafter_goes_to_the_built_in_method(tiny_pair: TinyPair) -> Non
     assert words[-4:] == ["-tp", "2", "--port", "8001"]
     assert speculation(words) == {"method": "dflash", "model": str(tiny_pair.drafter), "num_speculative_tokens": 5}
     assert speculation(line(*pair, "--policy", "fixed:4"))["num_speculative_tokens"] == 3
+    assert speculation(line(*pair, "--policy", "fixed:9", "--draft-temperature", 0))["num_speculative_tokens"] == 8
     plain = line("--target", tiny_pair.target, "--drafter", "none", "--port", 8001)
     assert plain == [*SERVER, str(tiny_pair.target), "--port", "8001"]
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_build_for_cpus_has_its_fault_named_whoever_drafts(
-    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_for_cpus_needs_the_plugin_whoever_drafts(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "is_cpu_build", lambda: True)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
     pair = (tiny_pair.target, "--drafter", tiny_pair.drafter)
     with pytest.raises(UnsupportedModelError, match="verifies drafts at wrong temperatures"):
         line(*pair)
-    assert speculation(line(*pair, "--greedy-only"))["method"] == "dflash"
+    monkeypatch.setenv("VLLM_PLUGINS", "other,volley")
+    assert speculation(line(*pair))["method"] == "dflash"
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert "--speculative-config" not in line("--target", tiny_pair.target, "--drafter", "none")
 
 
 @pytest.mark.usefixtures("installed")
 def test_what_only_volley_can_do_goes_to_its_plugin(tiny_pair: TinyPair, tmp_path: Path) -> None:
     pair = (tiny_pair.target, "--drafter", tiny_pair.drafter)
+    wider = line(*pair, "--policy", "fixed:9", "--draft-window", 64)
+    assert speculation(wider) == {**speculation(wider), "method": "custom_class", "num_speculative_tokens": 8}
     for options in (("--policy", "goodput"), ("--denoising-steps", 2), ("--draft-window", 64)):
         words = line(*pair, *options)
         assert speculation(words)["method"] == "custom_class"
@@ -128,10 +133,11 @@ def test_wrong_pairs_and_wishes_are_refused_before_the_start(tiny_pair: TinyPair
     with pytest.raises(ConfigError, match="policy"):
         line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", "magic")
     export(tiny_pair.drafter, tmp_path / "theirs", "transformers")
+    assert speculation(line(tiny_pair.target, "--drafter", tmp_path / "theirs"))["method"] == "custom_class"
     with pytest.raises(ConfigError, match="volley export it --to zlab"):
-        line(tiny_pair.target, "--drafter", tmp_path / "theirs")
-    for policy in ("fixed:7", "fixed:x", "fixed:1"):
-        with pytest.raises(ConfigError, match="this drafter has blocks of 2 to 6"):
+        line(tiny_pair.target, "--drafter", tmp_path / "theirs", "--tensor-parallel-size", 2)
+    for policy in ("fixed:x", "fixed:1"):
+        with pytest.raises(ConfigError, match="a block to draft has 2 or more tokens"):
             line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", policy)
 
 
@@ -151,7 +157,6 @@ def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
         (("--record", tmp_path, "--drafter", tiny_pair.drafter), "does not draft; leave out --drafter"),
         (("--record", tmp_path, "--policy", "goodput"), "does not draft; leave out --policy"),
         (("--record", tmp_path, "--draft-window", 9), "does not draft; leave out --draft-window"),
-        (("--record", tmp_path, "--greedy-only"), "does not draft; leave out --greedy-only"),
         (("--taps", "0,2"), "give --record FOLDER"),
         (("--record", tmp_path, "--taps", "0,9"), "layer 9 does not exist"),
     ]:
@@ -160,7 +165,7 @@ def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("given", [("--denoising-steps", 2), ("--policy", "goodput"), ("--greedy-only",)])
+@pytest.mark.parametrize("given", [("--denoising-steps", 2), ("--policy", "goodput")])
 def test_settings_of_drafters_are_refused_without_one(tiny_pair: TinyPair, given: tuple[Any, ...]) -> None:
     name = given[0].removeprefix("--").replace("-", "_")
     for drafter in ((), ("--drafter", "none")):
@@ -171,9 +176,10 @@ def test_settings_of_drafters_are_refused_without_one(tiny_pair: TinyPair, given
 @pytest.mark.usefixtures("installed")
 def test_the_server_takes_the_place_of_the_process(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("os.execv", lambda *given: started.append(given))
+    monkeypatch.setattr("os.execv", lambda *given: started.append((*given, "VOLLEY_DRAFTER" in os.environ)))
+    monkeypatch.setenv("VOLLEY_DRAFTER", "reference")
     _, said = run("serve", "--engine=vllm", tiny_pair.target, "--drafter", "none")
-    assert started == [(sys.executable, [*SERVER, str(tiny_pair.target)])]
+    assert started == [(sys.executable, [*SERVER, str(tiny_pair.target)], False)]
     assert "vllm.entrypoints.openai.api_server" in said
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.chi_square import chi_square_p
 from volley import Engine, SamplingParams
 from volley.decode.sampling import token_probs
-from volley.errors import MismatchError
+from volley.errors import MismatchError, UnsupportedModelError
 from volley.files import REFERENCE, read_json, write_atomically
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, net_for, save_pilot
@@ -116,7 +116,7 @@ def _clean_up() -> Iterator[None]:
 
 
 def plugin(drafter: str, **options: Any) -> dict[str, Any]:
-    return engine_args(PluginOptions(drafter=drafter, greedy_only=True, **options))
+    return engine_args(PluginOptions(drafter=drafter, **options))
 
 
 def test_vllm_alone(expected: dict[str, Any]) -> None:
@@ -186,18 +186,8 @@ def distribution_of_three(temperature: float, rare: float = 0.004) -> dict[tuple
 
 
 def test_sampled_answers(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens at temperature 1, of which two are verified drafts, have the target's distribution as soon as vLLM
-    verifies at temperature 1; the CPU build does not, which the proposer notices at start-up and the test by the answers."""
-    vllms_own = rejection_sampler.expand_batch_to_tokens
-
-    def expand(
-        x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: int = 0, replace_to: int = 0
-    ) -> torch.Tensor:
-        sizes = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
-        expanded = x.repeat_interleave(sizes, output_size=total)
-        return torch.where(expanded == replace_from, replace_to, expanded)
-
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand)
+    """Three tokens at temperature 1, of which two are verified drafts, have the target's distribution, because volley's plugin
+    has repaired vLLM's verification; with the CPU build's own function they do not."""
     args = engine_args(PluginOptions(drafter=drafter, policy="fixed"))
     args["speculative_config"]["num_speculative_tokens"] = 2
     run = Run(**args, max_num_seqs=100)
@@ -291,9 +281,28 @@ def test_a_drafter_of_another_target(tmp_path: Path) -> None:
         Run(**plugin(str(tmp_path)))
 
 
-def test_a_vllm_that_verifies_at_wrong_temperatures(drafter: str) -> None:
-    with pytest.raises(RuntimeError, match="verifies drafts at wrong temperatures"):
-        Run(**engine_args(PluginOptions(drafter=drafter)))
+def vllms_own(
+    x: torch.Tensor, ends: torch.Tensor, total: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Spread values over draft tokens as vLLM 0.32's CPU build does by itself: the kernel writes to a copy."""
+    output = x.new_empty(total)
+    torch.ops._C.expand_kernel_impl(
+        output.to(torch.int64), x.to(torch.int64), ends.to(torch.int64), replace_from, replace_to
+    )
+    return output
+
+
+def test_top_k_in_passes_without_drafts(drafter: str) -> None:
+    run = Run(**plugin(drafter, policy="fixed"))
+    (answer,) = run.answer(PROMPTS[:1], temperature=1.0, top_k=5)
+    assert len(answer) == LENGTH
+
+
+def test_a_vllm_that_verifies_at_wrong_temperatures(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(**plugin(drafter))
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", vllms_own)
+    with pytest.raises(UnsupportedModelError, match="verifies drafts at wrong temperatures"):
+        type(run.proposer)(run.llm.llm_engine.vllm_config)
 
 
 def test_compiled_passes_are_refused_at_start_up(drafter: str) -> None:

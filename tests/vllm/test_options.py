@@ -19,7 +19,7 @@ from volley.config import DecodingConfig
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.vllm import PluginOptions, engine_args
-from volley.vllm.options import NOT_IN_VLLM, check_engine
+from volley.vllm.options import NOT_IN_VLLM, check_engine, spread_over_drafts
 from volley.vllm.passes import PassTaps
 
 
@@ -46,7 +46,6 @@ def test_options_travel_through_vllms_configuration(tiny_pair: TinyPair) -> None
         "denoising_threshold",
         "draft_temperature",
         "draft_window",
-        "greedy_only",
     }
     assert args["additional_config"]["volley"].keys() == keys
     assert PluginOptions.from_config(args["additional_config"]) == options
@@ -137,3 +136,19 @@ def test_a_pass_whose_hooks_did_not_fire_is_not_taken() -> None:
     taps = PassTaps(Layers(4), [1], 16, lambda _: None)
     assert taps.take() is None
     assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "expected"),
+    [
+        (torch.tensor([0.5, 0.0, 2.0]), [1, 3, 3], [0.5, 1.0, 1.0]),
+        (torch.tensor([4, 0], dtype=torch.int32), [0, 2], [1, 1]),
+        (torch.tensor([0.7]), [0], []),
+    ],
+)
+def test_values_of_requests_are_spread_over_their_drafts(
+    values: torch.Tensor, ends: list[int], expected: list[float]
+) -> None:
+    output = torch.full((len(expected),), 99, dtype=values.dtype)
+    spread_over_drafts(output, values, torch.tensor(ends, dtype=torch.int32), 0, 1)
+    assert output.tolist() == expected

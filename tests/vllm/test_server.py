@@ -21,7 +21,7 @@ PROMPT = "Question: Tom has 3 apples and buys 5 more. How many apples does he ha
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    args = engine_args(PluginOptions(drafter=str(REFERENCE / "drafter"), policy="goodput", greedy_only=True))
+    args = engine_args(PluginOptions(drafter=str(REFERENCE / "drafter"), policy="goodput"))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE / "target")]
     command += ["--served-model-name", "reference", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**27)]

@@ -4,13 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from volley.vllm.options import PluginOptions, engine_args, register
+    from volley.vllm.activation import register
+    from volley.vllm.options import PluginOptions, engine_args
     from volley.vllm.proposer import PluginProposer as Proposer
     from volley.vllm.recorder import Recorder
 
 __all__ = ["PluginOptions", "Proposer", "Recorder", "engine_args", "register"]
 
-_HOMES = {"Proposer": ("proposer", "PluginProposer"), "Recorder": ("recorder", "Recorder")}
+_HOMES = {
+    "Proposer": ("proposer", "PluginProposer"),
+    "Recorder": ("recorder", "Recorder"),
+    "register": ("activation", "register"),
+}
 
 
 def __getattr__(name: str) -> Any:

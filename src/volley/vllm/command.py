@@ -1,22 +1,19 @@
-"""Command ``volley serve --engine vllm``: checks a pair and starts vLLM's server with it. ``cli.py`` adds it to the command
-line."""
+"""Command ``volley serve --engine vllm``: checks a pair and starts vLLM's server with it."""
 
 import os
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import typer
 
 from volley.config import DraftingConfig, check_undrafted
 from volley.errors import ConfigError
-from volley.files import REFERENCE, find_target, read_json
+from volley.files import REFERENCE, find_target
 from volley.options import expand
 from volley.vllm import launch
-
-if TYPE_CHECKING:
-    from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.vllm.launch import VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +26,6 @@ class VLLMOptions:
     """Target: folder or hub name, also accepted right after --engine vllm. By default the bundled one."""
     drafter: str | None = None
     """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
-    greedy_only: bool = False
-    """Promise that every request has temperature 0: required on CPUs, where vLLM 0.32 verifies others wrongly."""
     record: Path | None = None
     """Draft nothing, and record the target's features of every prompt in this folder, for volley train --feature-server."""
     taps: str | None = None
@@ -64,12 +59,13 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     if options.record is not None or options.taps is not None or options.record_final:
         engine_args = _recording(options, drafting, TargetShape.from_pretrained(target).num_layers)
     elif drafter is not None and drafter != "none":
-        engine_args = _speculation(target, drafter, options, drafting, args)
+        engine_args = _speculation(target, drafter, drafting, args)
     else:
-        check_undrafted(drafting.given() + ["greedy_only"] * options.greedy_only)
+        check_undrafted(drafting.given())
     line = launch.command_line(target, engine_args, args)
     typer.echo(shlex.join(line), err=not options.dry_run)
     if not options.dry_run:
+        os.environ.pop(VARIABLE, None)  # the command line is complete, and the plugin in vLLM must not add to it
         os.execv(line[0], line)
 
 
@@ -80,57 +76,26 @@ def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) 
 
     if options.record is None:
         raise ConfigError("taps and record_final say what to record; give --record FOLDER")
-    given = ["drafter"] * (options.drafter is not None) + ["greedy_only"] * options.greedy_only + drafting.given()
+    given = ["drafter"] * (options.drafter is not None) + drafting.given()
     if given:
         raise ConfigError(f"a vLLM that records does not draft; leave out --{given[0].replace('_', '-')}, or --record")
     taps = choose_taps(parse_taps(options.taps), num_layers)
     return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
 
 
-def _speculation(
-    target: str, drafter: str, options: VLLMOptions, drafting: DraftingConfig, args: list[str]
-) -> dict[str, Any]:
+def _speculation(target: str, drafter: str, drafting: DraftingConfig, args: list[str]) -> dict[str, Any]:
     """Return vLLM's arguments for a drafter: its built-in method if that supports all options, else volley's plugin."""
-    from volley.models.checkpoints.formats import detect, drafter_folder
-    from volley.models.drafters.drafter import Drafter
+    from volley.models.checkpoints.formats import drafter_folder
     from volley.models.drafters.export import TargetShape
-    from volley.policies.make import DEFAULT_POLICY, make_policy
-    from volley.vllm.options import PluginOptions, block_drafter, engine_args, wrong_sampler
+    from volley.vllm.options import PluginOptions, block_drafter, speculation, wrong_sampler
 
     drafter = str(drafter_folder(Path(drafter)))
-    config = block_drafter(Path(drafter))
-    TargetShape.from_pretrained(target).check(config)
-    found = _built_in(drafter, config, drafting)
-    if found is None:
-        make_policy(drafting.policy or DEFAULT_POLICY, Drafter.from_pretrained(drafter))
-        found = engine_args(
-            PluginOptions(drafter=drafter, greedy_only=options.greedy_only, **asdict(drafting)),
-            eager="--no-enforce-eager" not in args,
-            tensor_parallel_size=launch.size_option(args, "--tensor-parallel-size", "-tp"),
-            pipeline_parallel_size=launch.size_option(args, "--pipeline-parallel-size", "-pp"),
-        )
-    if found["speculative_config"]["method"] == "dflash":
-        if launch.is_cpu_build() and not options.greedy_only:
-            raise wrong_sampler()  # the plugin raises this at its start too
-        if detect(read_json(Path(drafter) / "config.json")) == "transformers":
-            raise ConfigError(
-                f"vLLM does not read {drafter}, which is in transformers' format; volley export it --to zlab"
-            )
-    return found
-
-
-def _built_in(drafter: str, config: "DrafterConfig", drafting: DraftingConfig) -> dict[str, Any] | None:
-    """Return vLLM's arguments for its own ``dflash`` if that supports all options, else ``None``."""
-    fixed, _, size = (drafting.policy or "fixed").partition(":")
-    is_plain = (
-        config.head is None
-        and drafting.denoising_steps == 1
-        and drafting.draft_temperature is None
-        and config.window_for(drafting.draft_window) is None
+    TargetShape.from_pretrained(target).check(block_drafter(Path(drafter)))
+    if launch.is_cpu_build() and not launch.loads_plugin():
+        raise wrong_sampler()
+    return speculation(
+        PluginOptions(drafter=drafter, **asdict(drafting)),
+        eager="--no-enforce-eager" not in args,
+        tensor_parallel_size=launch.size_option(args, "--tensor-parallel-size", "-tp"),
+        pipeline_parallel_size=launch.size_option(args, "--pipeline-parallel-size", "-pp"),
     )
-    if fixed != "fixed" or not is_plain:
-        return None
-    block_size = int(size) if size.isdecimal() else config.block_size
-    if not 2 <= block_size <= config.block_size or (size and not size.isdecimal()):
-        raise ConfigError(f"policy is {drafting.policy!r}; this drafter has blocks of 2 to {config.block_size}")
-    return {"speculative_config": {"method": "dflash", "model": drafter, "num_speculative_tokens": block_size - 1}}

@@ -69,7 +69,8 @@ class SlotDrafter:
         self, drafter: Drafter, config: DraftingConfig, embed: Projection, head: Projection, max_requests: int
     ) -> None:
         self.drafter, self.config, self.embed, self.head = drafter, config, embed, head
-        self._num_scratch = max_requests * drafter.config.block_size
+        self.block_size = config.largest_block(drafter.config.block_size)
+        self._num_scratch = max_requests * self.block_size
         self.token_ids = np.empty(0, dtype=np.int32)
         """Token whose K/V are in each slot; -1: none."""
 
@@ -98,6 +99,5 @@ class SlotDrafter:
 
     def request(self, index: int, request_id: int, context: IntArray, anchor: int) -> SlotRequest:
         """Return the ``index``-th drafting request of a pass; its tokens before ``anchor`` are in slots ``context [n]``."""
-        size = self.drafter.config.block_size
-        scratch = len(self.token_ids) + index * size + np.arange(size)
+        scratch = len(self.token_ids) + index * self.block_size + np.arange(self.block_size)
         return SlotRequest(request_id, anchor, len(context) + 1, SlotTable(np.concatenate((context, scratch))))

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from volley.errors import ConfigError, UnsupportedModelError
 
 MODULE = "vllm.entrypoints.openai.api_server"
+VARIABLE = "VOLLEY_DRAFTER"
+"""Variable that activates the plugin in a plain ``vllm serve`` (``activation.py``)."""
 INSTALL = "pip install 'vllm==0.32.*'"
 _OURS = {
     "--model": "name the target with --target or right after --engine vllm",
@@ -32,6 +35,13 @@ def check_installed(tested: str) -> str:
 def is_cpu_build() -> bool:
     """Return whether the installed vLLM runs on CPUs; this build has another name or its own version."""
     return any("cpu" in f"{name} {importlib.metadata.version(name)}" for name in _distributions())
+
+
+def loads_plugin() -> bool:
+    """Return whether vLLM loads volley's plugin: it is installed, and ``VLLM_PLUGINS`` names it or is not set."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="volley")
+    return bool(found) and (allowed is None or "volley" in allowed.split(","))
 
 
 def _distributions() -> Sequence[str]:

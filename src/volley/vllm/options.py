@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from volley.config import DraftingConfig
 from volley.errors import ConfigError, UnsupportedModelError, check_keys
+from volley.files import read_json
 from volley.models.checkpoints.checkpoint import DrafterConfig
-from volley.models.checkpoints.formats import drafter_folder, parse_config, read_raw
+from volley.models.checkpoints.formats import detect, drafter_folder, parse_config, read_raw
+from volley.models.drafters.drafter import Drafter
+from volley.policies.make import DEFAULT_POLICY, make_policy
+from volley.vllm import launch
 
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
+_FORMAT = "transformers' format (volley export it --to zlab)"
 T = TypeVar("T")
 LOGGER = logging.getLogger("vllm.volley")  # a child of vLLM's own logger, whose settings apply
 
@@ -40,15 +46,13 @@ class PluginOptions(DraftingConfig):
 
     drafter: str
     """Drafter's folder, in a format that volley loads."""
-    greedy_only: bool = False
-    """Every request will have temperature 0: needed if vLLM's own verification is wrong for others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_temperature is not None:
+        if self.draft_temperature:
             raise ConfigError(
                 f"draft_temperature is {self.draft_temperature}, and vLLM tells a proposer no temperatures: drafts there are the "
-                "likeliest tokens; leave it out"
+                "likeliest tokens; leave it out, or give 0"
             )
         if not isinstance(self.policy, str | None):
             raise ConfigError(f"policy is {self.policy!r}; it goes through vLLM's configuration, so give its name")
@@ -86,6 +90,42 @@ def block_drafter(folder: Path) -> DrafterConfig:
     return config
 
 
+def built_in_args(options: PluginOptions) -> dict[str, Any]:
+    """Return arguments by which vLLM's built-in ``dflash`` drafts, compiled with the target.
+
+    Raises UnsupportedModelError if it lacks something that the drafter or an option needs. A window that the drafter was
+    measured to need is no obstacle: vLLM's drafter attends to the whole context.
+    """
+    folder = drafter_folder(Path(options.drafter))
+    config, policy = block_drafter(folder), options.policy or "fixed"
+    needs = [
+        (policy.partition(":")[0] != "fixed", f"policy {policy}"),
+        (options.denoising_steps > 1, "several denoising steps"),
+        (bool(options.draft_window), "a draft window"),
+        (config.head is not None, "a sequential head"),
+        (detect(read_json(folder / "config.json")) == "transformers", _FORMAT),
+        (launch.is_cpu_build() and len(set(config.layer_types)) > 1, "sliding layers beside full ones on a CPU"),
+    ]
+    missing = [what for is_needed, what in needs if is_needed]
+    if missing:
+        raise UnsupportedModelError(f"vLLM's built-in dflash does not have {', '.join(missing)}")
+    size = config.block_size if policy == "fixed" else options.fixed_block
+    if size < 2:
+        raise ConfigError(
+            f"policy is {policy!r}; a block to draft has 2 or more tokens, such as fixed:8. Leave the drafter out for plain "
+            "decoding"
+        )
+    return _dflash(folder, size)
+
+
+def speculation(options: PluginOptions, **placement: Any) -> dict[str, Any]:
+    """Return arguments for vLLM by the first way that has all of ``options``: :func:`built_in_args`, :func:`engine_args`."""
+    try:
+        return built_in_args(options)
+    except UnsupportedModelError:
+        return engine_args(options, **placement)
+
+
 def engine_args(
     options: PluginOptions, *, eager: bool = True, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> dict[str, Any]:
@@ -94,8 +134,9 @@ def engine_args(
     If vLLM does not support a custom proposer, these select its built-in ``dflash`` with the drafter's whole block; the log says
     why.
     """
-    config = block_drafter(drafter_folder(Path(options.drafter)))
-    slots = config.block_size - 1
+    folder = drafter_folder(Path(options.drafter))
+    config = block_drafter(folder)
+    block_size = options.largest_block(config.block_size)
     obstacles = [
         (not eager, "compiled passes do not call the hooks that tap the target"),
         (tensor_parallel_size > 1, "the target's embedding and head are split over processes"),
@@ -103,8 +144,15 @@ def engine_args(
     ]
     reasons = [reason for applies, reason in obstacles if applies]
     if not reasons:
+        make_policy(
+            options.policy or DEFAULT_POLICY, Drafter.from_pretrained(folder)
+        )  # refuses what the proposer would
         return {
-            "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": slots},
+            "speculative_config": {
+                "method": "custom_class",
+                "model": PROPOSER,
+                "num_speculative_tokens": block_size - 1,
+            },
             "additional_config": {"volley": asdict(options)},
             "enforce_eager": True,
         }
@@ -113,8 +161,23 @@ def engine_args(
             f"{options.drafter} has a sequential head, which vLLM's built-in dflash does not know, and volley's plugin cannot "
             f"be used here: {'; '.join(reasons)}. Use a drafter without a head, or vLLM eagerly on one device"
         )
-    LOGGER.warning("volley: vLLM's built-in dflash drafts, in blocks of %d tokens: %s", slots + 1, "; ".join(reasons))
-    return {"speculative_config": {"method": "dflash", "model": options.drafter, "num_speculative_tokens": slots}}
+    if detect(read_json(folder / "config.json")) == "transformers":
+        raise ConfigError(f"vLLM's built-in dflash does not read {folder}, which is in {_FORMAT}")
+    LOGGER.warning("volley: vLLM's built-in dflash drafts, in blocks of %d tokens: %s", block_size, "; ".join(reasons))
+    return _dflash(folder, block_size)
+
+
+def _dflash(folder: Path, block_size: int) -> dict[str, Any]:
+    return {"speculative_config": {"method": "dflash", "model": str(folder), "num_speculative_tokens": block_size - 1}}
+
+
+def check_tested(version: str) -> None:
+    """Refuse a vLLM of a version that volley was not tested with."""
+    if version.split(".")[:2] != TESTED.split("."):
+        raise UnsupportedModelError(
+            f"this is vLLM {version}; volley's plugin is tested with {TESTED}.x, and vLLM calls its proposer interface "
+            f'experimental. Install vllm=={TESTED}.*, or use vLLM\'s own {{"method": "dflash"}}'
+        )
 
 
 def check_engine(config: Any, version: str, split: bool = False) -> None:
@@ -122,11 +185,7 @@ def check_engine(config: Any, version: str, split: bool = False) -> None:
 
     ``split``: the proposer supports a target whose weights are split over processes.
     """
-    if not _is_tested(version):
-        raise UnsupportedModelError(
-            f"this is vLLM {version}; volley's plugin is tested with {TESTED}.x, and vLLM calls its proposer interface "
-            f'experimental. Install vllm=={TESTED}.*, or use vLLM\'s own {{"method": "dflash"}}'
-        )
+    check_tested(version)
     parallel = config.parallel_config
     problems = [
         (
@@ -145,12 +204,31 @@ def check_engine(config: Any, version: str, split: bool = False) -> None:
             raise UnsupportedModelError(message)
 
 
-def check_sampler(device: Any) -> None:
-    """Refuse a vLLM that verifies drafts at temperatures other than the requests'.
+def repair_sampler() -> None:
+    """Replace two functions by which vLLM's CPU build samples with speculation. Call this before vLLM registers its kernels.
 
-    vLLM 0.32's CPU build spreads each request's temperature, top-k and top-p over its draft tokens with a kernel that writes
-    integers to another address. Verification then reads uninitialised memory with every drafting method.
+    The function of vLLM 0.32 that spreads each request's temperature, top-k and top-p over its draft tokens writes integers to
+    another address, so that verification reads uninitialised memory. Its top-k raises an error in passes without a draft. Other
+    builds use neither.
     """
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    cpu_triton_utils._expand_kernel_impl = spread_over_drafts
+    top_k = topk_topp_sampler.apply_top_k_only
+    topk_topp_sampler.apply_top_k_only = lambda logits, k: top_k(logits, k) if len(logits) else logits
+
+
+def spread_over_drafts(
+    output: Tensor, values: Tensor, ends: Tensor, old: float, new: float, MAX_NUM_TOKENS: int | None = None
+) -> None:
+    """Write ``values [R]``, with ``new`` in place of ``old``, to ``output [T]``; request r's tokens end before ``ends[r]``."""
+    spread = values.repeat_interleave(torch.diff(ends, prepend=ends.new_zeros(1)), output_size=len(output))
+    output.copy_(torch.where(spread == old, new, spread))
+
+
+def check_sampler(device: Any) -> None:
+    """Refuse a vLLM that verifies drafts at temperatures other than the requests'."""
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     temperatures = torch.tensor([0.5, 2.0], device=device)
@@ -160,24 +238,9 @@ def check_sampler(device: Any) -> None:
 
 
 def wrong_sampler() -> UnsupportedModelError:
-    """Return the error for a vLLM that verifies drafts wrongly."""
+    """Return the error for a vLLM that verifies drafts wrongly, because volley's plugin is not loaded."""
     return UnsupportedModelError(
-        "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs): "
-        "sampled answers would not have the target's distribution. If all requests have temperature 0, say so with "
-        "`volley serve --engine vllm --greedy-only`, in vLLM's words "
-        """--additional-config '{"volley": {"greedy_only": true, …}}'; else serve without speculation or on a GPU"""
+        "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs), and "
+        "volley's plugin, which repairs that, is not loaded: install volley in vLLM's environment, and name volley in "
+        "VLLM_PLUGINS or unset it"
     )
-
-
-def register() -> None:
-    """Log at the start of each vLLM process whether this vLLM was tested with the proposer (vLLM's general plug-in)."""
-    import vllm
-
-    if _is_tested(vllm.__version__):
-        LOGGER.debug("volley drafts in this vLLM with the proposer %s", PROPOSER)
-    else:
-        LOGGER.warning("volley's proposer is tested with vLLM %s.x and will refuse %s", TESTED, vllm.__version__)
-
-
-def _is_tested(version: str) -> bool:
-    return version.split(".")[:2] == TESTED.split(".")

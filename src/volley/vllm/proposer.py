@@ -36,8 +36,7 @@ class PluginProposer:
         check_engine(vllm_config, vllm.__version__)
         self.config = vllm_config
         self.options = PluginOptions.from_config(vllm_config.additional_config)
-        if not self.options.greedy_only:
-            check_sampler(vllm_config.device_config.device)
+        check_sampler(vllm_config.device_config.device)
         self._max_length: int = vllm_config.model_config.max_model_len
         self.request_at: dict[int, int] = {}  # last slot filled by each request's last pass → the request
         self._request_ids = count()
@@ -53,7 +52,8 @@ class PluginProposer:
         layers = len(decoder_layers(target_model))
         drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=layers)
         self.drafter = drafter.to(next(target_model.parameters()).device).requires_grad_(False)
-        self.drafter.rotary.cover(self._max_length + drafter.config.block_size)
+        block_size = self.options.largest_block(drafter.config.block_size)
+        self.drafter.rotary.cover(self._max_length + block_size)
         accelerate(self.drafter)
         policy = self.options.policy or DEFAULT_POLICY
         self.policy = make_policy(policy, self.drafter)
@@ -75,7 +75,7 @@ class PluginProposer:
             self.config.scheduler_config.max_num_seqs,
         )
         slots = self.config.speculative_config.num_speculative_tokens
-        largest = min(drafter.config.block_size, 1 + slots)
+        largest = min(block_size, 1 + slots)
         self.pacing = PassPacing(self.policy, largest, self._draft_seconds, self._target_seconds)
         LOGGER.info("volley drafts with %s, policy %s, blocks up to %d", self.options.drafter, policy, largest)
 
