@@ -36,7 +36,7 @@ demo: $(INSTALLED)
 	$(BIN)/volley demo
 
 test: lint
-	$(TESTS) -m "not slow"
+	$(TESTS) -m "not slow and not llamacpp"
 
 test-slow: $(INSTALLED)
 	$(TESTS) -m slow
