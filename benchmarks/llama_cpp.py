@@ -392,6 +392,10 @@ def passes_table(measured: Measured) -> str:
     return "\n".join(f"| {line} |" if not line.startswith("---") else f"|{line}" for line in lines)
 
 
+VECTORS = {"amx_tile": "AMX", "avx512_vnni": "AVX512", "avx2": "AVX2 alone"}
+"""The widest instructions of a CPU, by their flag in /proc/cpuinfo."""
+
+
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     """The machine, the commit and the options."""
 
@@ -401,10 +405,12 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
     about_cpu = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line.partition(":")[2].strip() for line in about_cpu if "model name" in line]
+    flags = next((line.split() for line in about_cpu if line.startswith("flags")), [])
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "commit": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
         "cpu": cpu[0] if cpu else platform.processor(),
+        "vectors": next((name for flag, name in VECTORS.items() if flag in flags), "no AVX2"),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "options": {key: str(value) for key, value in vars(options).items()},

@@ -258,16 +258,18 @@ def table(measured: Measured, kind: str, setting: Setting, loads: Mapping[str, f
     return f"{kind}, {context}, T = {setting.temperature:g}, {setting.batch} at once\n\n" + "\n".join(lines)
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return a page of docs/benchmarks from a record: its circumstances and a table of each model and setting."""
-    about, model = record["about"], None
-    parts = [_HEAD.format(**about, **about["options"])]
-    for entry in record["measured"]:
-        if entry["model"] != model:
-            model = entry["model"]
-            parts.append(f"## {model}")
-        measured = Measured.from_json(entry)
-        parts.append(table(measured, entry["texts"], measured.runs[0].setting, entry["load_seconds"]))
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a page of docs/benchmarks: of each record its circumstances, and a table of each model and setting."""
+    parts = [_HEAD]
+    for record in records:
+        about, model = record["about"], None
+        parts.append(_RUN.format(**about, **about["options"]))
+        for entry in record["measured"]:
+            if entry["model"] != model:
+                model = entry["model"]
+                parts.append(f"### {model}")
+            measured = Measured.from_json(entry)
+            parts.append(table(measured, entry["texts"], measured.runs[0].setting, entry["load_seconds"]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -276,10 +278,13 @@ _HEAD = """# Published models beside llama.cpp
 - **What**: volley and llama.cpp on the same GGUF files, prompts and threads, prompt by prompt in turn. `file` is the file as it
   is downloaded, `q4_0` what llama.cpp's own quantiser makes of it. Ratios are medians over prompts: against the fastest row of
   other programs on the file, and against their fastest row of all.
-- **Command**: `python -m benchmarks.published --num-prompts {num_prompts} --skip-prompts {skip_prompts}
-  --max-tokens {max_tokens}` with the rows below; `--page RECORD` prints this page. So few prompts tell a tenth.
-- **Machine**: {cpu}, {cores} cores, load {load:.1f} at the start. Commit {commit}, {date}.
-- *as plain*: greedy answers that equal volley's plain decoding of the same weights."""
+- *as plain*: greedy answers that equal volley's plain decoding of the same weights.
+- `python -m benchmarks.published` measures, and `--page RECORD …` prints this page. So few prompts tell a tenth."""
+
+_RUN = """## {cpu} with {vectors}, {cores} cores
+
+`--num-prompts {num_prompts} --skip-prompts {skip_prompts} --max-tokens {max_tokens}` with the rows below, load {load:.1f} at
+the start, commit {commit}, {date}."""
 
 
 def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
@@ -312,7 +317,9 @@ def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> N
 def main() -> None:
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--models", type=Path, default=ROOT / "runs" / "models", help="folder with the GGUF files")
-    own.add_argument("--page", type=Path, metavar="RECORD", help="print the page of a record, and measure nothing")
+    own.add_argument(
+        "--page", type=Path, nargs="+", metavar="RECORD", help="print the page of these records, and measure nothing"
+    )
     own.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     own.add_argument("--rows", nargs="+", help=f"by default {', '.join(ROWS)}, and OpenVINO's where it is installed")
     own.add_argument("--openvino-python", type=Path, default=ROOT / ".venv-openvino" / "bin" / "python")
@@ -332,7 +339,7 @@ def main() -> None:
     own.add_argument("--json", type=Path, help="where to save the record")
     options = own.parse_args()
     if options.page:
-        print(page(json.loads(options.page.read_text(encoding="utf-8"))), end="")
+        print(page([json.loads(record.read_text(encoding="utf-8")) for record in options.page]), end="")
         return
     options.rows = options.rows or [*ROWS, *(OPENVINO if options.openvino_python.exists() else ())]
     options.work.mkdir(parents=True, exist_ok=True)
