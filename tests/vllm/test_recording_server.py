@@ -76,6 +76,7 @@ def test_features_are_those_of_the_target_here(server: str, folder: Path) -> Non
 
 
 def test_a_training_that_asks_it(server: str, folder: Path, tmp_path: Path) -> None:
+    """It begins from random weights: the server has no layers of the target to copy."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(16)))
     losses: list[list[float]] = []
     for out, source in (("here", []), ("there", ["--feature-server", f"{server}/v1"])):
@@ -83,6 +84,7 @@ def test_a_training_that_asks_it(server: str, folder: Path, tmp_path: Path) -> N
         options = ["--target", str(REFERENCE / "target"), "--data", str(tmp_path / "rows.jsonl"), "--taps", "1,9,17"]
         options += ["--max-steps", "3", "--log-steps", "1", "--tokens-per-batch", "400", "--num-layers", "1"]
         options += ["--soft-targets", "0.5", "--eval-prompts", "0", "--eval-share", "0", "--dtype", "float32"]
+        options += ["--init", "random"]
         result = CliRunner().invoke(app, ["train", *options, "--out", str(tmp_path / out), *source])
         assert result.exit_code == 0, result.output
         log = [json.loads(line) for line in (tmp_path / out / "log.jsonl").read_text().splitlines()]
