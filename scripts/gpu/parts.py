@@ -224,7 +224,8 @@ def passes(bench: Bench) -> dict[str, Any]:
         plain, verify, draft = bench.pass_times(engine, level)
         times = {"T_plain": plain, "T_verify": verify, "T_draft": draft}
         table.append({"requests": level, **times, "ratio": (verify + draft) / plain})
-    read = sum(w.nbytes for w in target.model.parameters()) - target.head_weight.nbytes  # less the embedding
+    embedding = target.kept_head[: target.vocab_size].nbytes
+    read = sum(w.nbytes for w in target.model.parameters()) - embedding
     return {"table": table, **compared(read / table[0]["T_plain"] / 1e6, copy(bench)["GB_s"])}
 
 

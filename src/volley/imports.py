@@ -7,7 +7,7 @@ for a few decorators and for types in ``isinstance`` checks.
 import gc
 import sys
 from collections.abc import Callable, Iterator, MutableSequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -111,10 +111,16 @@ def _read_once() -> Iterator[None]:
     It would read them again, for a fifth of the whole import.
     """
     import transformers
-    from transformers.utils import import_utils
 
+    define = None
+    with suppress(ImportError, AttributeError):  # a version of transformers that is not known yet
+        from transformers.utils import import_utils
+
+        define = import_utils.define_import_structure
+    if define is None:
+        yield
+        return
     models = Path(str(transformers.__file__)).parent / "models"
-    define = import_utils.define_import_structure
 
     def known(path: Any, prefix: str | None = None) -> Any:
         if prefix is not None or Path(path) != models / "__init__.py":
