@@ -176,8 +176,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask) or ``flex`` (FlexAttention, which compiles
-    for minutes before the first step); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
+    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
+    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
     fsdp: bool = False
     """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
     threads: int | None = None
