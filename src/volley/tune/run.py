@@ -55,8 +55,7 @@ from volley.tune.vocabulary import choose_vocabulary, sizes_for
 TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
 """Shares for trials of the first ``LONG`` minutes and of those beyond. The rest is the training's."""
 READ_SHARE = 0.12
-"""Maximum share of the minutes for the target's reading of the responses. The training
-need not read them again."""
+"""Maximum share of the minutes for the target's reading of the responses, which the training need not read again."""
 MOST_READ = 0.75
 """Share of the responses from which on all count as read: the rest is read in each step that has them."""
 READ_WINDOW, READ_TOKENS = 64, 2048
