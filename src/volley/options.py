@@ -149,6 +149,11 @@ def on_command_line(name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def has_unknown_variables(environment: Iterable[str], command: Any) -> bool:
+    """Return whether a variable of volley's prefix belongs to no option of ``command``."""
+    return bool({name for name in environment if name.startswith(PREFIX)} - set(_variables(command)))
+
+
 def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
     """Warn about each variable that no option reads but whose name is close to an option's or one of ``others``.
 

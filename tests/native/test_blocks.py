@@ -11,7 +11,8 @@ from torch import Tensor
 
 from volley import native
 from volley.native import blocks
-from volley.native.formats import STORED
+from volley.native.codes import LaidOut, lay_out, put_rows, put_rows_slowly
+from volley.native.formats import STORED, StackedCodes, StoredBlocks
 
 pytestmark = [
     pytest.mark.skipif(not native.is_built, reason="the library was not built"),
@@ -53,6 +54,41 @@ def check(kind: str, data: NDArray[np.uint8]) -> None:
     codes = blocks.take(kind, data)
     assert codes.format == STORED[kind]
     assert_equal(codes.dense(), expected)
+
+
+@given(kind=st.sampled_from(list(TYPES)), rows=st.integers(1, 50), count=st.integers(1, 9), seed=st.integers(0, 10_000))
+def test_blocks_are_laid_out_as_their_codes_are(kind: str, rows: int, count: int, seed: int) -> None:
+    of, random = STORED[kind], np.random.default_rng(seed)
+    data = random.integers(0, 256, (rows, count * blocks.BYTES[kind]), dtype=np.uint8)
+    stored = StoredBlocks(of, data)
+    found, expected = (LaidOut.unset(of, rows, count * of.scaled_inputs) for _ in range(2))
+    put_rows(stored, of, found)
+    put_rows_slowly(stored, of, expected)
+    assert torch.equal(found.codes, expected.codes)
+    assert found.scales is not None
+    assert expected.scales is not None
+    assert torch.equal(found.scales, expected.scales)
+
+
+@given(kind=st.sampled_from(list(TYPES)), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3))
+def test_stacked_blocks_are_read_in_order(kind: str, sizes: list[int]) -> None:
+    of = STORED[kind]
+    parts = [
+        StoredBlocks(of, np.full((size, blocks.BYTES[kind]), number, np.uint8)) for number, size in enumerate(sizes)
+    ]
+
+    class Source:
+        def __init__(self, stored: StoredBlocks) -> None:
+            self.format, self._stored = of, stored
+
+        def rows(self, rows: slice) -> StoredBlocks:
+            return StoredBlocks(of, self._stored.blocks[rows])
+
+    stacked = StackedCodes([Source(part) for part in parts], sizes)
+    shape = torch.empty(sum(sizes), of.scaled_inputs, device="meta")
+    found = lay_out(shape, of, stacked)
+    expected = lay_out(shape, of, Source(StoredBlocks(of, np.concatenate([part.blocks for part in parts]))))
+    assert torch.equal(found.codes, expected.codes)
 
 
 def test_sizes_are_the_format_s() -> None:

@@ -1,33 +1,22 @@
-"""Command line: one module a command. Heavy imports happen inside the commands, so ``--help`` is instant."""
+"""Command line: one module a command. A command imports its own module alone, and what is heavy when it runs."""
 
 import os
 import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from volley.cli import (
-    bench,
-    certify,
-    chat,
-    collect,
-    demo,
-    doctor,
-    export,
-    generate,
-    inspect,
-    pilot,
-    presets,
-    reservoir,
-    serve,
-    train,
-    tune,
-)
 from volley.errors import VolleyError
-from volley.options import name_misspelt_variables
-from volley.serve.config import KEY_VARIABLE
-from volley.vllm.command import serve_vllm
+from volley.options import has_unknown_variables, name_misspelt_variables
+
+_COMMANDS = (
+    *("generate", "chat", "demo", "bench", "serve", "collect", "train", "pilot", "export", "inspect", "tune", "certify"),
+    *("doctor", "presets", "reservoir"),
+)
 
 
 class _Commands(TyperGroup):
@@ -36,44 +25,54 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, found, rest = super().resolve_command(ctx, args)
-        name_misspelt_variables(os.environ, self, KEY_VARIABLE)
+        if has_unknown_variables(os.environ, self):  # of this command; they may be another's
+            from volley.serve.config import KEY_VARIABLE
+
+            name_misspelt_variables(os.environ, typer.main.get_command(make_app(_COMMANDS)), KEY_VARIABLE)
         line = " ".join(rest).replace("--engine=", "--engine ")
         is_vllm = "--engine vllm" in line if "--engine" in line else os.environ.get("VOLLEY_ENGINE") == "vllm"
         return name, self.get_command(ctx, "serve-vllm") if name == "serve" and is_vllm else found, rest
 
 
-app = typer.Typer(
-    name="volley",
-    cls=_Commands,
-    help="Lossless block-diffusion speculative decoding: train drafters, measure them, decode with them.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+@cache
+def make_app(names: Iterable[str]) -> typer.Typer:
+    """Make the command line with some commands, of which only the modules are imported."""
+    app = typer.Typer(
+        name="volley",
+        cls=_Commands,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(help="Lossless block-diffusion speculative decoding: train drafters, measure them, decode with them.")(
+        lambda: None
+    )
+    for name in names:
+        own = getattr(import_module(f"volley.cli.{name}"), name)
+        if isinstance(own, typer.Typer):
+            app.add_typer(own, name=name)
+        else:
+            app.command()(own)
+    if "serve" in names:
+        from volley.vllm.command import serve_vllm
 
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(demo.demo)
-app.command()(bench.bench)
-app.command()(serve.serve)
-app.command()(collect.collect)
-app.command()(train.train)
-app.command()(pilot.pilot)
-app.command()(export.export)
-app.command()(inspect.inspect)
-app.command()(tune.tune)
-app.command()(certify.certify)
-app.command()(doctor.doctor)
-app.command()(presets.presets)
-app.add_typer(reservoir.reservoir, name="reservoir")
-app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve_vllm)
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(hidden=True, context_settings=settings)(serve_vllm)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return make_app(_COMMANDS)
+    raise AttributeError(name)
 
 
 def main() -> None:
     """Run the command line, and print an error of volley's as one line without a traceback."""
+    asked = tuple(name for name in sys.argv[1:2] if name in _COMMANDS)
     try:
-        app()
+        make_app(asked or _COMMANDS)()
     except VolleyError as error:
         typer.secho(f"volley: {error}", fg="red", err=True)
         sys.exit(2)

@@ -1,4 +1,5 @@
-/* Blocks of GGUF files: decode them, or split them into codes and scales. Reference, to the bit: the package gguf. */
+/* Blocks of GGUF files: decode them, split them into codes and scales, or lay them out for the matmuls. Reference, to the bit: the
+ * package gguf, and volley/native/codes.py for the layout. */
 #include "products.h"
 
 /* Bytes of a block of 32 or 256 numbers. */
@@ -174,4 +175,52 @@ void take_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *cod
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
         take_row(kind, blocks + i * bytes, codes + i * numbers, scales + i * 2 * own, factors + i * numbers / FORMATS[kind].group * own);
+}
+
+/* Lay out block ``at`` of row ``row`` of 16 outputs: its codes as put_pack does, its scales and minima, and their factors. */
+INLINE void lay_out_block(int kind, const uint8_t *block, int64_t at, int64_t row, uint8_t *codes, uint8_t *scales) {
+    Parts parts;
+    int numbers = scaled_inputs(kind), groups = numbers / FORMATS[kind].group, own = num_scales(kind);
+    uint8_t *direct = scales + at * scale_bytes(kind), *factors = direct + 2 * BLOCK * own;
+    open_block(kind, block, &parts);
+    for (int i = 0; i < numbers; i += PACK)
+        put_pack(kind, parts.codes + i, codes + (at * numbers + i) * 2 * FORMATS[kind].bits, row);
+    for (int place = 0; place < own; place++) {
+        memcpy(direct + (place * BLOCK + row) * 2, parts.halves[place], 2);
+        for (int g = 0; g < groups && FORMATS[kind].scale == PRODUCT; g++)
+            factors[(g * own + place) * BLOCK + row] = (uint8_t)parts.factors[g][place];
+    }
+}
+
+FOR_EACH_CPU static void lay_out_row(int64_t kind, const uint8_t *blocks, int64_t count, int64_t row, uint8_t *codes,
+                                     uint8_t *scales) {
+#define LAY_OUT(kind)                                                                               \
+    for (int64_t at = 0; at < count; at++) lay_out_block(kind, blocks + at * BYTES[kind], at, row, codes, scales)
+    BY_STORED(kind, LAY_OUT)
+}
+
+FOR_EACH_CPU static void pad_row(int64_t kind, int64_t inputs, int64_t row, uint8_t *codes) {
+    static const int8_t none[PACK];
+#define PAD(kind)                                                                                   \
+    for (int64_t at = 0; at < inputs; at += PACK) put_pack(kind, none, codes + at * 2 * FORMATS[kind].bits, row)
+    BY_STORED(kind, PAD)
+}
+
+/* Lay out blocks [rows, count]: codes [rows / 16][inputs / 32][bits][16][4], scales [rows / 16][count][scale_bytes]. Rows that are
+ * missing in the last 16 are zeros. */
+void lay_out_blocks(int64_t kind, const uint8_t *blocks, int64_t rows, int64_t count, uint8_t *codes, uint8_t *scales) {
+    int64_t inputs = count * scaled_inputs((int)kind), of_codes = inputs * 2 * FORMATS[kind].bits;
+    int64_t of_scales = count * scale_bytes((int)kind);
+#pragma omp parallel for
+    for (int64_t i = 0; i < (rows + BLOCK - 1) / BLOCK; i++) {
+        uint8_t *to = codes + i * of_codes, *scale = scales + i * of_scales;
+        if ((i + 1) * BLOCK > rows) memset(scale, 0, of_scales);
+        for (int64_t r = 0; r < BLOCK; r++) {
+            int64_t own = i * BLOCK + r;
+            if (own < rows)
+                lay_out_row(kind, blocks + own * count * BYTES[kind], count, r, to, scale);
+            else
+                pad_row(kind, inputs, r, to);
+        }
+    }
 }

@@ -1,11 +1,11 @@
-"""Blocks of GGUF files, decoded or split into codes and scales in C. The reference is the package ``gguf``."""
+"""Blocks of GGUF files, decoded, split into codes and scales, or laid out in C. The reference is the package ``gguf``."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.native.formats import NUMBERS, STORED, Codes
+from volley.native.formats import NUMBERS, PACK, STORED, Codes
 from volley.native.library import functions, is_built
 
 BYTES = {
@@ -51,6 +51,15 @@ def take(kind: str, blocks: NDArray[np.uint8]) -> Codes:
     places = (codes.data_ptr(), scales.data_ptr(), None if factors is None else factors.data_ptr())
     functions().take_blocks(*_of(kind, blocks), *places)
     return Codes(of, codes, scales[..., 0], scales[..., 1] if of.has_least else None, factors)
+
+
+def lay_out(kind: str, blocks: NDArray[np.uint8], codes: Tensor, scales: Tensor) -> None:
+    """Pack ``blocks [rows, bytes]`` into the ``codes`` and ``scales`` of a :class:`~volley.native.codes.LaidOut`."""
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    assert codes.shape[1] * PACK == _inputs(kind, blocks), f"{codes.shape[1]} packs are not for {blocks.shape[1]} bytes"
+    number, address, count = _of(kind, blocks)
+    functions().lay_out_blocks(number, address, len(blocks), count // len(blocks), codes.data_ptr(), scales.data_ptr())
 
 
 def _inputs(kind: str, blocks: NDArray[np.uint8]) -> int:

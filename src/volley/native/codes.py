@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from volley.native import blocks as stored_blocks
 from volley.native.formats import (
     BLOCK,
     FORMATS,
@@ -15,6 +16,7 @@ from volley.native.formats import (
     Codes,
     CodeSource,
     Format,
+    StoredBlocks,
     packed,
     packed_scales,
     unpacked,
@@ -24,6 +26,7 @@ from volley.native.library import functions, is_built, pointer
 from volley.native.pages import in_large_pages
 
 _LAID_OUT_AT_ONCE = 2**18  # numbers of a weight: more would leave the cache
+_READ_AT_ONCE = 2**23  # numbers of stored codes
 
 
 class WeightSource(Protocol):
@@ -64,7 +67,7 @@ def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) 
     """Pack ``weight [out, in]``, or its ``stored`` codes, some rows at a time, because these may be read from disk."""
     outputs, inputs = weight.shape
     whole = LaidOut.unset(of, outputs, inputs, in_large_pages)
-    step = max(_LAID_OUT_AT_ONCE // inputs // BLOCK, 1) * BLOCK
+    step = max((_LAID_OUT_AT_ONCE if stored is None else _READ_AT_ONCE) // inputs // BLOCK, 1) * BLOCK
     for first in range(0, outputs, step):
         rows = slice(first, min(first + step, outputs))
         part = weight[rows] if stored is None else stored.rows(rows)
@@ -73,8 +76,15 @@ def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) 
     return whole
 
 
-def put_rows(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
+def put_rows(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> None:
     """Pack rows of a weight, or their codes, into blocks ``to``."""
+    if isinstance(part, StoredBlocks):
+        assert to.scales is not None, "the format has scales"
+        assert len(to.codes) == -(-len(part.blocks) // BLOCK), (
+            f"{len(part.blocks)} rows are not for {len(to.codes)} blocks"
+        )
+        stored_blocks.lay_out(of.name, part.blocks, to.codes, to.scales)
+        return
     rows = (part.codes if isinstance(part, Codes) else part).contiguous()
     outputs, inputs = rows.shape
     assert inputs % (2 if of.name == "bf16" else of.inputs) == 0, f"{inputs} inputs do not fill whole groups"
@@ -96,8 +106,10 @@ def put_rows(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
         _put_scales(Codes(of, rows, scales), to)
 
 
-def put_rows_slowly(part: Tensor | Codes, of: Format, to: LaidOut) -> None:
+def put_rows_slowly(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> None:
     """Reference of :func:`put_rows`, to the bit."""
+    if isinstance(part, StoredBlocks):
+        part = stored_blocks.take(of.name, part.blocks)
     if not isinstance(part, Codes):
         if of.name == "bf16":
             rows = _padded(part)

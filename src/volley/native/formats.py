@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Weights = Literal["bf16", "int8", "int4"]
@@ -127,13 +129,21 @@ class Codes(NamedTuple):
         return wide.repeat_interleave(LARGE // self._group, dim=1) * self.factors[..., place : place + 1]
 
 
+class StoredBlocks(NamedTuple):
+    """Quantised weight in the blocks of a GGUF file."""
+
+    format: Format
+    blocks: NDArray[np.uint8]
+    """Bytes ``[out, n]``."""
+
+
 class CodeSource(Protocol):
     """Codes of a weight that are read some rows at a time, such as :class:`Codes`."""
 
     @property
     def format(self) -> Format: ...
 
-    def rows(self, rows: slice, /) -> Codes: ...
+    def rows(self, rows: slice, /) -> Codes | StoredBlocks: ...
 
 
 class StackedCodes:
@@ -145,13 +155,15 @@ class StackedCodes:
         assert all(part.format == self.format for part in parts), "codes of several formats"
         self._parts = tuple(zip(parts, sizes, strict=True))
 
-    def rows(self, rows: slice) -> Codes:
-        begin, found = 0, []
+    def rows(self, rows: slice) -> Codes | StoredBlocks:
+        begin, found = 0, list[Codes | StoredBlocks]()
         for part, size in self._parts:
             own = slice(max(rows.start - begin, 0), min(rows.stop - begin, size))
             if own.start < own.stop:
                 found.append(part.rows(own))
             begin += size
+        if isinstance(found[0], StoredBlocks):
+            return StoredBlocks(self.format, np.concatenate([one[1] for one in found]))
         columns = zip(*(one[1:] for one in found), strict=True)
         joined = [None if parts[0] is None else torch.cat(parts) for parts in columns]
         return Codes(self.format, *joined)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
     "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
+    "lay_out_blocks": [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
     "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],

@@ -54,6 +54,27 @@ INLINE const uint8_t *factors_at(int kind, const uint8_t *scales, int64_t g) {
     return scales_at(kind, scales, g) + 2 * size + g % groups * size;
 }
 
+/* Pack the codes of 32 inputs of row ``row`` into a block, [lines of 64 bytes][16][4], in quads of inputs. With eight bits a line
+ * holds a quad. With fewer, the first lines hold the low four bits of two quads (below four bits: the low two of four quads). The
+ * next lines hold the third or fifth bits of all eight quads, or the two high bits of four quads. */
+INLINE void put_pack(int64_t kind, const int8_t *codes, uint8_t *pack, int64_t row) {
+    int bits = FORMATS[kind].bits, low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low, line = 0;
+    uint32_t quads[8], zero = (FORMATS[kind].table ? 0 : FORMATS[kind].zero) * 0x01010101u;
+    for (int quad = 0; quad < 8; quad++) {
+        memcpy(quads + quad, codes + 4 * quad, 4);
+        quads[quad] = (quads[quad] & ((1 << bits) - 1) * 0x01010101u) ^ zero; /* zero is half the range */
+    }
+    for (int part = 0; part < 2; part++) { /* low bits, high bits */
+        int size = part ? high : low, from = part ? low : 0;
+        uint32_t mask = ((1 << size) - 1) * 0x01010101u;
+        for (int quad = 0; size && quad < 8; line++) {
+            uint32_t together = 0;
+            for (int place = 0; place < 8; place += size, quad++) together |= (quads[quad] >> from & mask) << place;
+            memcpy(pack + line * 64 + row * 4, &together, 4);
+        }
+    }
+}
+
 typedef struct Product {
     int64_t kind, inputs, outputs, stride; /* stride: from row to row of the outputs */
     const uint8_t *codes; /* BF16: [outputs / 16][inputs / 2][16][2]; codes: [outputs / 16][inputs / 32][bits][16][4] (put_pack) */

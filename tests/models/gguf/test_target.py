@@ -29,7 +29,7 @@ from volley.models.gguf import file
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.gguf.header import read_header
 from volley.models.gguf.model import load_model
-from volley.models.gguf.target import stop_tokens
+from volley.models.gguf.tokens import stop_tokens
 from volley.models.targets.sampling_defaults import sampling_defaults
 from volley.models.targets.target import Target
 

@@ -15,7 +15,7 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.splits import SPLITS, pre_tokenizer
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
-from volley.models.gguf.tokens import Tokens
+from volley.models.gguf.tokens import stop_tokens
 
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<|fim|>"]
 LANGUAGES = [
@@ -196,15 +196,13 @@ def test_a_word_that_is_a_token_may_be_taken_whole(tmp_path: Path) -> None:
 def test_tokens_that_llama_cpp_knows_by_their_text_end_an_answer_whatever_their_type(tmp_path: Path) -> None:
     tokens, ends = [*"ab", "</s>", "<end_of_turn>", "<|file_sep|>", "<|end|>", "<other>"], {4, 5, 6}
     path = write_tokens(tmp_path / "model.gguf", ["<unk>", *tokens], [2] + [1] * 7)
-    assert set(Tokens(GGUFFile(path)).ends()) == {*ends, 2}, (
-        "2 ends the texts of SentencePiece where a file does not say"
-    )
+    assert set(stop_tokens(GGUFFile(path))) == {*ends, 2}, "2 ends the texts of SentencePiece where a file does not say"
     assert load_gguf_tokenizer(path)("a<end_of_turn>b")["input_ids"][-3:] == [1, 4, 2]
 
 
 def test_a_message_of_harmony_does_not_end_the_turn(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", "<|end|>", "<|return|>", "<|call|>"]
-    assert Tokens(GGUFFile(write_tokens(tmp_path / "model.gguf", tokens, [2] + [3] * 5))).ends() == [2, 4, 5]
+    assert stop_tokens(GGUFFile(write_tokens(tmp_path / "model.gguf", tokens, [2] + [3] * 5))) == [2, 4, 5]
 
 
 def test_named_chat_templates(tmp_path: Path) -> None:

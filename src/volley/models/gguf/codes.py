@@ -11,7 +11,7 @@ from volley.models.gguf.file import GGUFFile, Rows
 from volley.models.layers.residency import MappedFiles
 from volley.native import GROUP, Codes, Weights, blocks
 from volley.native.codes import quantise_finely
-from volley.native.formats import FORMATS, PACK, STORED, Format
+from volley.native.formats import FORMATS, PACK, STORED, Format, StoredBlocks
 
 _ROUNDED = FORMATS["Q8_0"]
 """Format to which all other weights of a quantised file are quantised."""
@@ -103,10 +103,12 @@ class FileCodes:
         if order is not None:  # the blocks are a copy
             files.forget_bytes(*file.place(name))
 
-    def rows(self, rows: slice) -> Codes:
-        own, stored = self._blocks[rows], self._file.type(self._name)
+    def rows(self, rows: slice) -> Codes | StoredBlocks:
+        own = self._blocks[rows]
         found = (
-            blocks.take(stored, own) if blocks.reads(stored) else quantise_finely(self._file.decoded(self._name, own))
+            StoredBlocks(self.format, own.copy())
+            if blocks.reads(self._file.type(self._name))
+            else quantise_finely(self._file.decoded(self._name, own))
         )
         self._files.forget_bytes(int(own.ctypes.data), own.nbytes)
         return found

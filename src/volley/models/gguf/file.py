@@ -5,7 +5,7 @@ PyTorch's, ``[out, in]``.
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.errors import CheckpointError, UnsupportedModelError
-from volley.models.gguf.header import MAGIC, READ_TYPES, Header, TensorPlace, gguf_package, read_header, read_strings
+from volley.models.gguf.header import (
+    MAGIC,
+    READ_TYPES,
+    Header,
+    TensorPlace,
+    find_strings,
+    gguf_package,
+    read_header,
+    read_strings,
+)
 from volley.native import blocks
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -118,6 +127,10 @@ class GGUFFile:
     def strings(self, key: str) -> list[str]:
         """Read the strings of an array; they are not cached."""
         return read_strings(self._first, self._mapped[0].data, self._strings[key])
+
+    def find_strings(self, key: str, texts: Iterable[str]) -> dict[int, str]:
+        """Return which of ``texts`` are in an array, by their places."""
+        return find_strings(self._first, self._mapped[0].data, self._strings[key], texts)
 
     @property
     def string_keys(self) -> list[str]:

@@ -6,7 +6,7 @@ is only the reference in the tests.
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -84,15 +84,29 @@ def read_header(path: Path) -> Header:
 
 def read_strings(path: Path, data: Any, strings: StringArray) -> list[str]:
     """Read the strings of an array from the bytes ``data`` of the file ``path``."""
-    found, place, count = list[str](), strings.begin, _COUNT.unpack_from
     try:
-        for _ in range(strings.number):
-            begin = place + 8
-            place = begin + count(data, place)[0]
-            found.append(str(data[begin:place], "utf-8"))
+        found = [*_parts(data, strings)]
+        texts = str(b"\0".join(found), "utf-8").split("\0")  # one call is faster than one for each
+        return texts if len(texts) == len(found) else [str(one, "utf-8") for one in found]
     except _DAMAGE as error:
         raise _damaged(path, error) from None
-    return found
+
+
+def find_strings(path: Path, data: Any, strings: StringArray, texts: Iterable[str]) -> dict[int, str]:
+    """Return which of ``texts`` are in an array, by their places."""
+    wanted = {text.encode(): text for text in texts}
+    try:
+        return {place: wanted[one] for place, one in enumerate(_parts(data, strings)) if one in wanted}
+    except _DAMAGE as error:
+        raise _damaged(path, error) from None
+
+
+def _parts(data: Any, strings: StringArray) -> Iterator[bytes]:
+    place, count = strings.begin, _COUNT.unpack_from
+    for _ in range(strings.number):
+        begin = place + 8
+        place = begin + count(data, place)[0]
+        yield bytes(data[begin:place])
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

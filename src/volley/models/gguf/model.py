@@ -18,9 +18,9 @@ from volley.models.gguf.target import (
     read_config,
     row_order,
     scale_frequencies,
-    stop_tokens,
     weight_names,
 )
+from volley.models.gguf.tokens import stop_tokens
 from volley.models.layers.fingerprint import stride
 from volley.models.layers.residency import MappedFiles
 from volley.models.layers.unfilled import unfilled
@@ -73,8 +73,11 @@ class UnreadWeights:
     def _check_shape(self, weight: nn.Parameter) -> None:
         names = self._unread[weight]
         shapes = [self._file.shape(name) for name in names]
+        # Arithmetic on the meta device imports PyTorch's compiler, for two seconds and 100 MiB; it is done on vectors alone.
+        devices = ["cpu" if len(shape) < 2 else "meta" for shape in shapes]
+        parts = [torch.empty(shape, device=device) for shape, device in zip(shapes, devices, strict=True)]
         try:
-            found = tuple(self._made([torch.empty(shape, device="meta") for shape in shapes], weight).shape)
+            found = tuple(self._made(parts, weight).shape)
         except RuntimeError:  # the change function rejects these shapes
             found = ()
         if found != tuple(weight.shape):

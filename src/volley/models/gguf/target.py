@@ -24,7 +24,6 @@ from volley.models.gguf.architectures import (
     rope,
 )
 from volley.models.gguf.file import UNREAD_SCALING, GGUFFile, Rows
-from volley.models.gguf.tokens import Tokens
 
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_NO_WEIGHT = {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS}
@@ -200,8 +199,3 @@ def _of(table: Mapping[str, _Entry], name: str | None) -> _Entry | None:
     return next(
         (value for key, value in table.items() if name.endswith(key) or name.rpartition(".")[0].endswith(key)), None
     )
-
-
-def stop_tokens(file: GGUFFile) -> list[int]:
-    """Tokens that end a text or a turn."""
-    return Tokens(file).ends()

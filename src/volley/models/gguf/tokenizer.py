@@ -119,15 +119,13 @@ def _bpe(file: GGUFFile, tokens: Tokens, merges: list[Any], **options: Any) -> m
 
 def _merges_by_score(texts: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a third token, sorted by the third token's score, best first."""
-    known, found = set(texts), list[tuple[str, str]]()
-    for token in sorted(range(len(texts)), key=scores.__getitem__, reverse=True):
-        text = texts[token]
-        found += [
-            (text[:place], text[place:])
-            for place in range(len(text) - 1, 0, -1)
-            if text[:place] in known and text[place:] in known
-        ]
-    return found
+    known = set(texts)
+    return [
+        (first, second)
+        for token in sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
+        for place in range(len(texts[token]) - 1, 0, -1)
+        if (first := texts[token][:place]) in known and (second := texts[token][place:]) in known
+    ]
 
 
 def _add_spelled(backend: Tokenizer, tokens: Tokens, *, strips_right: bool) -> None:

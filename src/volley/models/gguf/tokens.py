@@ -26,29 +26,37 @@ class Tokens:
         self._file = file
         stored = file.strings(TOKENS) if file.num_tokens else []
         self.texts = [text or f"[EMPTY_{token}]" for token, text in enumerate(stored)]
-        self.types: list[int] = list(file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(self.texts))
-        self._by_text = self._ends_by_text()
-        for token in self._by_text:
+        self.types = _types(file)
+        for token in _ends_by_text(file):
             self.types[token] = CONTROL
 
     def named(self, name: str) -> int | None:
         """Return the token that the file calls ``name``, such as ``bos``; ``None`` if it is missing or outside the vocabulary."""
-        usual = _SENTENCEPIECE if self._file.metadata.get("tokenizer.ggml.model") == "llama" else {}
-        found = self._file.metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
-        return int(found) if found is not None and found < len(self.texts) else None
+        return _named(self._file, name)
 
-    def ends(self) -> list[int]:
-        """Tokens that end a text or a turn."""
-        named = {token for key in _KEYS if (token := self.named(key)) is not None}
-        return sorted(named.union(self._by_text))
 
-    def _ends_by_text(self) -> list[int]:
-        found = {
-            token: text
-            for token, text in enumerate(self.texts)
-            if text in _ENDS or (text == _END_IF_CONTROL and self.types[token] == CONTROL)
-        }
-        texts = set(found.values())
-        if any(ends <= texts for ends in _ENDS_OF_A_TURN):
-            found = {token: text for token, text in found.items() if text != _END_OF_A_MESSAGE}
-        return list(found)
+def stop_tokens(file: GGUFFile) -> list[int]:
+    """Tokens that end a text or a turn."""
+    named = {token for key in _KEYS if (token := _named(file, key)) is not None}
+    return sorted(named.union(_ends_by_text(file)))
+
+
+def _named(file: GGUFFile, name: str) -> int | None:
+    usual = _SENTENCEPIECE if file.metadata.get("tokenizer.ggml.model") == "llama" else {}
+    found = file.metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
+    return int(found) if found is not None and found < file.num_tokens else None
+
+
+def _types(file: GGUFFile) -> list[int]:
+    return list(file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * file.num_tokens)
+
+
+def _ends_by_text(file: GGUFFile) -> list[int]:
+    found = file.find_strings(TOKENS, {*_ENDS, _END_IF_CONTROL}) if file.num_tokens else {}
+    if _END_IF_CONTROL in found.values():
+        types = _types(file)
+        found = {token: text for token, text in found.items() if text in _ENDS or types[token] == CONTROL}
+    texts = set(found.values())
+    if any(ends <= texts for ends in _ENDS_OF_A_TURN):
+        found = {token: text for token, text in found.items() if text != _END_OF_A_MESSAGE}
+    return list(found)
