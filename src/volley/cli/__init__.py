@@ -14,7 +14,20 @@ from volley.errors import VolleyError
 from volley.options import has_unknown_variables, name_misspelt_variables
 
 _COMMANDS = (
-    *("generate", "chat", "demo", "bench", "serve", "collect", "train", "pilot", "export", "inspect", "tune", "certify"),
+    *(
+        "generate",
+        "chat",
+        "demo",
+        "bench",
+        "serve",
+        "collect",
+        "train",
+        "pilot",
+        "export",
+        "inspect",
+        "tune",
+        "certify",
+    ),
     *("doctor", "presets", "reservoir"),
 )
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from volley.errors import VolleyError
@@ -31,6 +30,7 @@ from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetShape
 from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile, is_gguf
+from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
 from volley.models.targets.canvases import canvases
@@ -208,7 +208,7 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
 def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor]) -> list[str]:
     try:
-        with torch.device("meta"):
+        with unfilled():
             expected = {
                 name: tuple(tensor.shape) for name, tensor in drafter_class(config)(config).state_dict().items()
             }
