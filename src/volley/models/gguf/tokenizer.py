@@ -119,12 +119,12 @@ def _bpe(file: GGUFFile, tokens: Tokens, merges: list[Any], **options: Any) -> m
 
 def _merges_by_score(texts: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a third token, sorted by the third token's score, best first."""
-    known = set(texts)
+    known = {text: text for text in texts}  # equal texts share memory
     return [
         (first, second)
         for token in sorted(range(len(texts)), key=scores.__getitem__, reverse=True)
         for place in range(len(texts[token]) - 1, 0, -1)
-        if (first := texts[token][:place]) in known and (second := texts[token][place:]) in known
+        if (first := known.get(texts[token][:place])) and (second := known.get(texts[token][place:]))
     ]
 
 

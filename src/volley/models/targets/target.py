@@ -6,7 +6,6 @@ arguments, so nothing is global and one process can hold many targets.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
@@ -37,7 +36,7 @@ from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedDecoder, is_gated_layer, turns_of
 from volley.models.layers.products import is_linear
-from volley.models.layers.residency import giving_back
+from volley.models.layers.residency import giving_back, trim
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.folders import check_files
 from volley.models.targets.latent import LatentAttention, attach_latents
@@ -404,16 +403,17 @@ class Target:
         On a CPU ``weights`` can be quantised; "auto" keeps the quantised weights of a GGUF file.
         """
         path, device = find_target(path), usable_device(device)
-        with giving_back(), ThreadPoolExecutor(1) as beside:
+        with giving_back():
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
                 check_config(load_config(path, causal=True))
                 check_files(path)
                 model, fill = load_for_codes(path, dtype, kind, device)
-            tokenizer = beside.submit(load_tokenizer, path)  # while the weights are laid out
+            tokenizer = load_tokenizer(path)
+            trim()  # what made the tokenizer takes more memory than it does
             model.eval()
             accelerate(model, kind, release=True, fill=fill)
-            return cls(model, tokenizer.result())
+            return cls(model, tokenizer)
 
 
 def _hidden_windows(model: PreTrainedModel, types: Sequence[str]) -> set[int]:
