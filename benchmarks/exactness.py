@@ -1,19 +1,23 @@
 """Exactness: greedy tokens of every schedule against plain decoding of the same weights, one prompt at a time.
 
-    python benchmarks/exactness.py --data-dir DIR --tokens 10000 [--weights bf16,int8,int4]
+    python -m benchmarks.exactness --data-dir DIR --tokens 10000 [--weights bf16,int8,int4]
+    python -m benchmarks.exactness --data-dir DIR --target MODEL.gguf --drafter none --weights auto --json RECORD
 
 Answers go on after the end token, 256 tokens each, so every row of the table compares the same number of tokens. A token counts
 as different if it is not plain decoding's at its place; all after the first one do, in that answer. Exits with 1 if any differs.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.llama_cpp import circumstances
 from volley import Engine, SamplingParams
 from volley.engine.engine import REFERENCE
-from volley.native import Weights
+from volley.files import write_atomically
+from volley.native import TargetWeights
 from volley.prompts import load_prompts
 
 DATASETS = ("gsm8k", "humaneval", "mt-bench")
@@ -55,23 +59,25 @@ def differing(found: list[list[int]], expected: list[list[int]]) -> int:
     return count
 
 
-def compare(pair: Engine, weights: str, prompts: list[list[int]]) -> int:
-    """Prints a row for each setting; returns the tokens that differ."""
+def compare(pair: Engine, weights: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Print and return a row for each setting, without a drafter for each that needs none."""
     alone = Engine(pair.target, prefix_caching=False, max_running=1, block_size=1)
     expected = answers(alone, prompts)[0]
     total = sum(map(len, expected))
-    wrong = 0
+    rows = []
     for name, setting in SETTINGS.items():
         options = dict(setting)
+        if pair.drafter is None and ("policy" in options or options.get("block_size", 1) > 1):
+            continue
         twice = options.pop("twice", False)
         engine = Engine(pair.target, pair.drafter, exact=True, **options)
         if twice:
             answers(engine, prompts)
         found, preemptions, cached, tau = answers(engine, prompts)
         count = differing(found, expected)
-        wrong += count
         print(f"| {weights} | {name} | {count} of {total:,} | {preemptions} | {cached} | {tau:.2f} |", flush=True)
-    return wrong
+        rows.append({"weights": weights, "schedule": name, "differ": count, "tokens": total, "tau": round(tau, 2)})
+    return rows
 
 
 def main() -> None:
@@ -82,7 +88,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--skip-prompts", type=int, default=40)
     parser.add_argument("--weights", default="bf16,int8,int4")
+    parser.add_argument("--json", type=Path, help="record")
     options = parser.parse_args()
+    about = circumstances(options)
+    about["options"] = {
+        "target": Path(options.target).name,
+        "drafter": Path(options.drafter).name,
+        "tokens": options.tokens,
+    }
     share = -(-options.tokens // LENGTH // len(DATASETS)) + 1
     chats = [
         chat
@@ -93,13 +106,16 @@ def main() -> None:
     print(
         "| weights | schedule | tokens that differ | preemptions | cached prompt tokens | τ |\n|---|---|---|---|---|---|"
     )
-    wrong = 0
-    kinds: list[Weights] = options.weights.split(",")
+    rows: list[dict[str, Any]] = []
+    kinds: list[TargetWeights] = options.weights.split(",")
     for kind in kinds:
-        pair = Engine.from_pretrained(options.target, options.drafter, weights=kind)
+        drafter = None if options.drafter == "none" else options.drafter
+        pair = Engine.from_pretrained(options.target, drafter, weights=kind)
         prompts = [pair.encode(list(chat.messages)) for chat in chats]
-        wrong += compare(pair, kind, prompts)
-    sys.exit(1 if wrong else 0)
+        rows += compare(pair, kind, prompts)
+    if options.json:
+        write_atomically(options.json, json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    sys.exit(1 if any(row["differ"] for row in rows) else 0)
 
 
 if __name__ == "__main__":
