@@ -29,6 +29,7 @@ MOST_TIMED = _SHARE
 _BENT = 1.15  # a pass that took this many times the linear interpolation of two others was interrupted
 _FAR = 1e6  # tokens up to which the table is extrapolated
 _STEPS = 128  # number of last steps to which the weights are fitted
+_REFIT = 8  # steps from one fit to the next; a fit takes half a millisecond
 _NOISE = 0.15  # relative noise of a step's time: other work, padding, sampling, text lengths
 _SHORT = 0.25  # seconds; passes that probably take longer are not timed in advance,
 _AHEAD = 1.0  # and none after this many seconds of timing
@@ -53,7 +54,7 @@ class PassCost:
         self._points = [[0.0, _FAR], [0.0, 0.0]]  # the table as lists
         self._weights, self._prior, self._doubt = np.zeros((3, 4))  # each for speed, fixed, each, reading
         self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=_STEPS)
-        self._is_fitted = True
+        self._unfitted = 0  # steps since the last fit
 
     def __call__(self, tokens: int, requests: int) -> float:
         """Return the seconds of a pass over ``tokens`` of ``requests`` requests. A pass larger than all timed ones is timed
@@ -68,7 +69,7 @@ class PassCost:
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
         """Return the seconds of many passes without timing any. Beyond the timed sizes the result is a cautious guess."""
-        if not self._is_fitted:
+        if self._unfitted >= min(_REFIT, max(1, len(self._steps) - _REFIT)):
             self._fit()
         speed, fixed, each, _ = self._weights
         return np.asarray(speed * np.interp(tokens, *self._table) + fixed + each * (requests - 1))
@@ -86,7 +87,7 @@ class PassCost:
         """Learn from a step of ``seconds``, which decoded ``tokens`` of ``requests`` and read ``read`` tokens of prompts."""
         if tokens in range(1 + max(self._timed, default=0)):
             self._steps.append((tokens, requests, read, seconds))
-            self._is_fitted = False
+            self._unfitted += 1
 
     def time(self, tokens: float) -> bool:
         """Extend the table to ``tokens``; return True if that was needed. Each size is timed twice, and the faster run counts."""
@@ -102,7 +103,7 @@ class PassCost:
             # attributed to single steps rather than to all passes, because large passes would look too expensive otherwise.
             self._prior = self._weights = np.array((1.0, 0.0, 0.02 * seconds[0], slope / 2))
             self._doubt = np.array((0.25, seconds[0], 0.05 * seconds[0], slope / 2)) + 1e-9
-            self._is_fitted = not self._steps
+            self._unfitted = _REFIT if self._steps else 0
         return bool(fresh)
 
     def rehearse(self, most: int) -> None:
@@ -135,7 +136,7 @@ class PassCost:
                 weights[free] = found
                 break
             free[free] = found >= _LEAST[free]
-        self._weights, self._is_fitted = weights, True
+        self._weights, self._unfitted = weights, 0
 
 
 def _uninterrupted(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
