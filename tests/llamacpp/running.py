@@ -113,7 +113,7 @@ def convert_all(files: Mapping[Path, Path], kind: str) -> None:
 
 
 def quantise(source: Path, out: Path, kind: str) -> Path:
-    _run(str(SERVER.with_name("llama-quantize")), str(source), str(out), kind)
+    _run(str(SERVER.with_name("llama-quantize")), "--allow-requantize", str(source), str(out), kind)
     return out
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.llamacpp.running import EXACT, SERVER, SOURCE, LlamaAnswer, ask, convert, llama_server, quantise
 from tests.models.gguf.files import write_model
 from volley import Engine, SamplingParams
-from volley.files import REFERENCE
+from volley.files import REFERENCE, find_smollm2
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
@@ -100,6 +100,26 @@ def test_answers_and_accepted_drafts_are_equal(files: Files, tmp_path: Path, nam
         assert [answer.accepted for answer in own] != [answer.accepted for answer in without], (
             "another drafter, other drafts"
         )
+
+
+def test_the_published_pair(tmp_path: Path) -> None:
+    """SmolLM2's file, which llama.cpp's quantiser widens to fp32, with the drafter that volley ships for it."""
+    published = find_smollm2()
+    if published is None or published[1] is None:
+        pytest.skip("SmolLM2 is not installed; run make demo")
+    target = quantise(Path(published[0]), tmp_path / "target.gguf", "F32")
+    tensors = load_tensors(Path(published[1]) / "model.safetensors")
+    (tmp_path / "drafter").mkdir()
+    save_tensors(tmp_path / "drafter" / "model.safetensors", {key: tensor.float() for key, tensor in tensors.items()})
+    shutil.copy(Path(published[1]) / "config.json", tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "drafter.gguf", "gguf", target=str(target))
+    engine = Engine.from_pretrained(target, dtype=torch.float32, drafter=None)
+    prompts = [engine.encode([{"role": "user", "content": question}]) for question in QUESTIONS]
+    own = volley_answers(target, tmp_path / "drafter.gguf", 3, prompts)
+    options = ["-md", str(tmp_path / "drafter.gguf"), "--spec-type", "draft-dspark", "--spec-draft-n-max", "3"]
+    with llama_server(tmp_path / "log", "-m", str(target), *options, *EXACT) as client:
+        assert own == [ask(client, prompt, MAX_TOKENS) for prompt in prompts]
+    assert sum(answer.accepted for answer in own) > 20
 
 
 def test_files_of_llama_cpps_own_tools(files: Files, tmp_path: Path) -> None:
