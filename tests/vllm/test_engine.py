@@ -59,13 +59,15 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(drafter: str) -> dict[str, Any]:
+    return by_volley(REFERENCE / "target", drafter)
+
+
+def by_volley(target: Path, drafter: str | Path) -> dict[str, Any]:
     """What volley itself writes, and how many draft tokens it accepts and makes in as many cycles as vLLM runs.
 
     vLLM drafts whole blocks to the end and counts what it accepts beyond it.
     """
-    engine = Engine.from_pretrained(
-        REFERENCE / "target", drafter=drafter, dtype=torch.float32, policy="fixed", prefix_caching=False
-    )
+    engine = Engine.from_pretrained(target, drafter=drafter, dtype=torch.float32, policy="fixed", prefix_caching=False)
     params = SamplingParams(max_tokens=LENGTH + 8, ignore_eos=True)
     tokens, drafts, accepted = [], 0, 0
     for result in engine.generate(PROMPTS, params):
@@ -80,10 +82,10 @@ def expected(drafter: str) -> dict[str, Any]:
 class Run:
     """One vLLM engine and its answers to the prompts, all at once."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, target: Path = REFERENCE / "target", **options: Any) -> None:
         options = {"enforce_eager": True, "max_model_len": 1024, "block_size": 32, **options}
         self.llm = vllm.LLM(
-            str(REFERENCE / "target"),
+            str(target),
             dtype="float32",
             seed=0,
             disable_log_stats=False,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from volley.cli.models import Capacity, ModelOptions, load_engine
+from volley.cli.models import Capacity, ModelArgument, ModelOptions, load_engine, with_target
 from volley.cli.sampling import SamplingOptions
 from volley.config import DecodingConfig
 from volley.options import expand
@@ -16,6 +16,7 @@ def chat(
     decoding: DecodingConfig,
     capacity: Capacity,
     sampling: SamplingOptions,
+    model: ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="System message; /system changes it.")] = None,
     thinking: Annotated[
         bool | None,
@@ -24,7 +25,7 @@ def chat(
 ) -> None:
     """Chat with a model in the terminal: streamed answers, their speed, and which text was drafted. Pipes work too."""
     params = sampling.params(max_tokens=1024)
-    engine = load_engine(models, decoding, capacity)
+    engine = load_engine(with_target(models, model), decoding, capacity)
     from volley.cli import console
     from volley.cli.dialogue import Dialogue, converse
 

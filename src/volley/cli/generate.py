@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from volley.cli.models import Capacity, ModelOptions, load_engine
+from volley.cli.models import Capacity, ModelOptions, load_engine, names_file, names_model, with_target
 from volley.cli.sampling import SamplingOptions
 from volley.config import DecodingConfig
 from volley.errors import ConfigError, InputError
@@ -25,7 +25,10 @@ def generate(
     decoding: DecodingConfig,
     capacity: Capacity,
     sampling: SamplingOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Prompt to answer.")] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [PROMPT]", help="Target, as --target gives it, and prompt to answer."),
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL with prompt, messages or turns per row; answers are written as JSONL.")
     ] = None,
@@ -49,6 +52,8 @@ def generate(
     ] = False,
 ) -> None:
     """Answer a prompt or a file of prompts. A terminal colours drafted text. Statistics go to standard error."""
+    model, prompt = _model_and_prompt(words or [], has_prompts=prompts is not None)
+    models = with_target(models, model)
     _check_asked(prompt, prompts, compare=compare)
     if raw and (thinking is not None or chat_template is not None):
         option = "--thinking" if chat_template is None else "--chat-template"
@@ -79,6 +84,20 @@ def generate(
     console.stderr().print(console.describe(console.stream(engine, asked, params, console.stdout())), soft_wrap=True)
     if compare:
         _compare_with_plain(engine, asked, params)
+
+
+def _model_and_prompt(words: list[str], *, has_prompts: bool) -> tuple[str | None, str | None]:
+    """Return the target and the prompt that are given as arguments."""
+    if len(words) > 2 or (len(words) == 2 and not names_model(words[0])):
+        raise ConfigError(
+            f"{words[0]!r} names no model: it is no file, folder or hub name (owner/name); if it is part of the prompt, put "
+            "the prompt in quotes"
+        )
+    if len(words) == 1 and names_file(words[0]):
+        if not has_prompts:
+            raise ConfigError(f"{words[0]} is a model; give a prompt behind it, or start volley chat {words[0]}")
+        return words[0], None
+    return (words[0] if len(words) > 1 else None), (words[-1] if words else None)
 
 
 def _check_asked(prompt: str | None, prompts: Path | None, *, compare: bool) -> None:

@@ -1,13 +1,17 @@
 """Options for the models of a command, and the engine that they describe."""
 
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from volley.config import CapacityConfig, DecodingConfig
 from volley.errors import ConfigError
-from volley.files import REFERENCE
+from volley.files import BUNDLED_TARGETS, REFERENCE
 from volley.imports import import_transformers, quick_imports
-from volley.options import Without
+from volley.options import Without, on_command_line
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
@@ -42,6 +46,28 @@ class ModelOptions:
     """Maximum number of CPU threads, by default torch's choice; fewer are used while other processes keep cores busy."""
     tensor_parallel: bool = False
     """Shard a target that fits no single device over the processes of torchrun; the first one answers."""
+
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Target, as --target gives it.")]
+
+
+def names_model(word: str) -> bool:
+    """Return whether ``word`` is a file, a folder, a bundled target, or has the form of a hub name."""
+    return names_file(word) or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+
+
+def names_file(word: str) -> bool:
+    """Return whether ``word``, perhaps a long prompt, is a file, a folder or a bundled target."""
+    return os.path.exists(word) or word in BUNDLED_TARGETS  # noqa: PTH110 - Path.exists raises for long names
+
+
+def with_target(models: ModelOptions, model: str | None) -> ModelOptions:
+    """Return the options with the target that was given as an argument, if one was."""
+    if model is None:
+        return models
+    if on_command_line("target"):
+        raise ConfigError(f"two targets are given, {model} and {models.target}; give one of them")
+    return replace(models, target=model)
 
 
 def load_engine(

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from volley.cli.models import Capacity, ModelOptions, load_engine
+from volley.cli.models import Capacity, ModelArgument, ModelOptions, load_engine, with_target
 from volley.config import DecodingConfig
 from volley.options import expand
 from volley.recalibrate.options import RecalibrateConfig
@@ -19,6 +19,7 @@ def serve(
     decoding: DecodingConfig,
     capacity: Capacity,
     recalibration: RecalibrateConfig,
+    model: ModelArgument = None,
     engine: Annotated[
         Literal["volley", "vllm"],
         typer.Option(help="Server to start. vllm has its own options: volley serve --engine vllm --help."),
@@ -26,6 +27,7 @@ def serve(
 ) -> None:
     """Serve a pair over HTTP with OpenAI's API; /dashboard shows its state."""
     assert engine == "volley"
+    models = with_target(models, model)
     from volley.serve.model_file import override, read_models
 
     usual = "volley-reference" if models.target is None else Path(models.target).resolve().name
