@@ -58,7 +58,7 @@ def names_model(word: str) -> bool:
 
 def names_file(word: str) -> bool:
     """Return whether ``word``, perhaps a long prompt, is a file, a folder or a bundled target."""
-    return os.path.exists(word) or word in BUNDLED_TARGETS  # noqa: PTH110 - Path.exists raises for long names
+    return os.path.exists(word) or word in BUNDLED_TARGETS  # Path.exists raises for long names
 
 
 def with_target(models: ModelOptions, model: str | None) -> ModelOptions:
