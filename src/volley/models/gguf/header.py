@@ -6,6 +6,7 @@ is only the reference in the tests.
 
 import mmap
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from math import prod
@@ -20,6 +21,7 @@ MAGIC = b"GGUF"
 READ_TYPES = "F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M"
 _VERSIONS = (2, 3)
 _COUNT = struct.Struct("<Q")
+_MANY = 4096  # numbers of an array that is kept packed, such as the scores of all tokens
 _CODES = {
     "UINT8": "B", "INT8": "b", "UINT16": "H", "INT16": "h", "UINT32": "I", "INT32": "i", "UINT64": "Q", "INT64": "q",
     "FLOAT32": "f", "FLOAT64": "d", "BOOL": "?",
@@ -160,7 +162,15 @@ class _Reader:
             return self._skip_strings(count)
         if inner.name == "ARRAY":
             raise ValueError("it has an array of arrays")
-        return list(self._take(f"{count}{_CODES[inner.name]}"))
+        code = _CODES[inner.name]
+        if count < _MANY or code == "?":
+            return list(self._take(f"{count}{code}"))
+        begin, self._place = self._place, self._place + count * struct.calcsize(f"<{code}")
+        numbers = array(code)
+        numbers.frombytes(self._data[begin : self._place])
+        if len(numbers) < count:
+            raise ValueError("it ends within an array")
+        return numbers
 
     def _take(self, codes: str) -> tuple[Any, ...]:
         layout = struct.Struct(f"<{codes}")
