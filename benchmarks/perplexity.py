@@ -7,6 +7,7 @@ llama.cpp includes the logits of its batches.
 
 python -m benchmarks.perplexity DIR/gsm8k_test.jsonl
 python -m benchmarks.perplexity DIR/gsm8k_test.jsonl --target runs/llama-cpp/pair-0.6b/target --llama bf16,q8_0,q4_0
+python -m benchmarks.perplexity DIR/gsm8k_test.jsonl --weights "" --gguf MODEL.gguf --chunks 40 --json RECORD
 """
 
 import argparse
@@ -20,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.llama_cpp import circumstances
 from benchmarks.llama_peer import BINARIES, check_built, gguf
-from volley.files import REFERENCE
+from volley.files import REFERENCE, write_atomically
 from volley.prompts import read_jsonl
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ def measure(options: argparse.Namespace) -> Figures:
 
     torch.set_num_threads(options.threads)
     pages = -(-options.chunk // 16) + 8
-    engine = Engine.from_pretrained(options.target, drafter=None, weights=options.one, num_pages=pages)
+    own = {"dtype": torch.float32} if options.one == "fp32" else {"weights": options.one}
+    engine = Engine.from_pretrained(options.target, drafter=None, num_pages=pages, **own)
     token_ids = engine.tokenizer.encode(options.texts[0].read_text(encoding="utf-8"), add_special_tokens=False)
     engine.next_logits(token_ids[:1])
     peak = peak_bytes(os.getpid())
@@ -119,7 +122,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path, nargs="+", help="JSONL")
     parser.add_argument("--target", default=str(REFERENCE / "target"))
     parser.add_argument("--weights", default="bf16,int8,int4")
-    parser.add_argument("--gguf", nargs="*", default=[], help="GGUF files, read with weights auto and bf16")
+    parser.add_argument("--gguf", nargs="*", default=[], help="GGUF files, read in their codes and decoded to fp32")
     parser.add_argument(
         "--llama", default="", help="types for llama.cpp and, as GGUF files, for volley, such as bf16,q8_0,q4_0"
     )
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=20, help="at most")
     parser.add_argument("--skip", type=int, default=40, help="rows of each file that may have chosen a setting")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="record")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -136,25 +140,34 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     text = options.work / "text.txt"
     text.write_text(joined(options.texts, options.skip), encoding="utf-8")
+    about, rows = circumstances(options), []
+    about["options"] = {
+        "texts": [file.name for file in options.texts],
+        "chunk": options.chunk,
+        "chunks": options.chunks,
+    }
     print("| | weights | perplexity | tokens scored | peak, MiB |\n|---|---|---|---|---|")
 
     def show(what: str, weights: str, found: Figures) -> None:
+        rows.append({"row": what, "weights": weights, **found._asdict()})
         print(
             f"| {what} | {weights} | {found.perplexity:.3f} | {found.tokens or ''} | {found.peak / 2**20:.0f} |",
             flush=True,
         )
 
-    for weights in options.weights.split(","):
+    for weights in filter(None, options.weights.split(",")):
         show("volley", weights, row_in_a_process(options.target, weights, text, options))
     files = [Path(file) for file in options.gguf]
     if options.llama:
         check_built()
         files += [gguf(Path(options.target), kind, options.work) for kind in options.llama.split(",")]
     for file in files:
-        for weights in ("auto", "bf16"):
+        for weights in ("auto", "fp32"):
             show(f"volley, {file.name}", weights, row_in_a_process(file, weights, text, options))
-        if options.llama:
+        if (BINARIES / "llama-perplexity").exists():
             show(f"llama.cpp, {file.name}", "", llama_row(file, text, options))
+    if options.json:
+        write_atomically(options.json, json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
