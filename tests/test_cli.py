@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.models.drafters.test_adapter import make_adapter
 from tests.models.gguf import files
 from tests.quantised import edit_config
 from volley.cli import app, main
+from volley.cli.models import _go_offline
 from volley.cli.models import ModelOptions, load_engine
 from volley.cli.train import INTERNAL
 from volley.engine.engine import Engine
@@ -476,3 +478,27 @@ def test_every_training_option_is_on_the_command_line_with_help() -> None:
     assert set(INTERNAL) <= set(docs)
     for name in docs:
         assert (f"--{name.replace('_', '-')}" in words) == (name not in INTERNAL), name
+
+
+def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def refuse(address: tuple[str, int], _timeout: float) -> None:
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    _go_offline("owner/name")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    _go_offline(str(tmp_path))
+    assert asked == []
+    _go_offline("owner/name")
+    assert asked == [("huggingface.co", 443)]
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    _go_offline("owner/name")
+    assert len(asked) == 1

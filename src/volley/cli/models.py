@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import typer
 
@@ -16,6 +18,8 @@ from volley.options import Without, on_command_line
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
 
+
+_REACHED_WITHIN = 5.0  # seconds
 
 Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
 """Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
@@ -70,10 +74,28 @@ def with_target(models: ModelOptions, model: str | None) -> ModelOptions:
     return replace(models, target=model)
 
 
+def _go_offline(name: str) -> None:
+    """Set huggingface_hub's offline mode if ``name`` is on the hub and the hub is not reached; it would try for a minute.
+
+    A model that was fetched before then loads at once. Nothing is tried behind a proxy, or if the mode is set already.
+    """
+    proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}
+    if names_file(name) or "HF_HUB_OFFLINE" in os.environ or proxies & set(os.environ):
+        return
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), _REACHED_WITHIN).close()
+    except OSError:
+        typer.echo(f"{hub.hostname} is not reached: only models that were fetched before are found", err=True)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def load_engine(
     models: ModelOptions, decoding: DecodingConfig | None = None, capacity: CapacityConfig | None = None
 ) -> "Engine":
     """Return the engine that the options describe. For speed, part of transformers is not imported unless it already was."""
+    if models.target is not None:
+        _go_offline(models.target)
     with quick_imports():
         import torch
 
