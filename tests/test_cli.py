@@ -16,8 +16,7 @@ from tests.models.drafters.test_adapter import make_adapter
 from tests.models.gguf import files
 from tests.quantised import edit_config
 from volley.cli import app, main
-from volley.cli.models import _go_offline
-from volley.cli.models import ModelOptions, load_engine
+from volley.cli.models import ModelOptions, _go_offline, load_engine
 from volley.cli.train import INTERNAL
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _REACHED_WITHIN = 5.0  # seconds
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
 """Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
@@ -57,7 +58,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Ta
 
 def names_model(word: str) -> bool:
     """Return whether ``word`` is a file, a folder, a bundled target, or has the form of a hub name."""
-    return names_file(word) or re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+    return names_file(word) or _HUB_NAME.fullmatch(word) is not None
 
 
 def names_file(word: str) -> bool:
@@ -80,7 +81,7 @@ def _go_offline(name: str) -> None:
     A model that was fetched before then loads at once. Nothing is tried behind a proxy, or if the mode is set already.
     """
     proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}
-    if names_file(name) or "HF_HUB_OFFLINE" in os.environ or proxies & set(os.environ):
+    if names_file(name) or not _HUB_NAME.fullmatch(name) or "HF_HUB_OFFLINE" in os.environ or proxies & set(os.environ):
         return
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:
