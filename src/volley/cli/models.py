@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _REACHED_WITHIN = 5.0  # seconds
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
 """Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
@@ -58,7 +58,7 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Ta
 
 def names_model(word: str) -> bool:
     """Return whether ``word`` is a file, a folder, a bundled target, or has the form of a hub name."""
-    return names_file(word) or _HUB_NAME.fullmatch(word) is not None
+    return names_file(word) or ("/" in word and _HUB_NAME.fullmatch(word) is not None)
 
 
 def names_file(word: str) -> bool:
