@@ -403,7 +403,7 @@ def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert all(s["identical"] == 1.0 for s in saved["summaries"] if s["temperature"] == 0)
     assert saved["models"]["target"] == str(tiny_pair.target)
     assert (saved["models"]["kv_dtype"], saved["models"]["draft_kv_dtype"]) == ("auto", "int8")
-    assert (tmp_path / "report" / "report.html").exists()
+    assert (tmp_path / "report" / "report.md").exists()
     assert "48/48" in errors
 
 

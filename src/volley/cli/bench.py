@@ -40,7 +40,7 @@ def bench(
     decoding: Annotated[DecodingConfig, Without("policy", "block_size")],
     capacity: Capacity,
     load: LoadOptions,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.md.")] = Path("bench"),
 ) -> None:
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps the results so far.
 

@@ -34,7 +34,7 @@ from volley.train.presets import preset_for, read_config
 from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
 from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
-from volley.tune.report import to_html
+from volley.tune.report import to_markdown
 from volley.tune.state import Milestones, alone_in
 from volley.tune.trials import (
     BLOCK_SIZES,
@@ -415,9 +415,9 @@ class Tuning:
         path = self.out / "train" / "log.jsonl"
         log = [row for _, row in read_jsonl(path)] if path.exists() else []
         certificate = read_json(self.out / "certificate.json")
-        write_atomically(self.out / "report.html", to_html(self.progress.done, log, certificate, self.config))
+        write_atomically(self.out / "report.md", to_markdown(self.progress.done, log, certificate, self.config))
         self.say(
-            f"{self.out / 'report.html'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
+            f"{self.out / 'report.md'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
         )
         return {}
 
