@@ -16,7 +16,7 @@ from volley.train.begin import soften
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
 from volley.train.evaluate import HeldOut
-from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, RememberedFeatures, ServerFeatures
+from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
@@ -74,8 +74,7 @@ class Trainer:
         self.ranks = ranks
         self.reporter = Reporter(Path(config.out), ranks.first and speaks)
         if target is None:
-            dtype, with_layers = getattr(torch, config.dtype), config.feature_server is None
-            target = FrozenTarget(config.target, dtype, ranks.device, with_layers=with_layers)
+            target = FrozenTarget(config.target, getattr(torch, config.dtype), ranks.device)
         config = with_preset(config, target.model.config, ranks.device)
         self.data = TrainingData(config, target)
         self.config = config = replace(config, anchors_per_sequence=_blocks(config, self.data, ranks.device))
@@ -88,7 +87,7 @@ class Trainer:
         if self.learner.adapter is not None:
             facts["drafter"] = self.learner.adapter.drafter
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
-        self.source: FeatureSource | FeatureCache = _feature_source(config, self.data, self.learner, self.step_function)
+        self.source: FeatureSource | FeatureCache = _feature_source(config, self.learner, self.step_function)
         self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
         if config.init in (None, RANDOM):
             soften(self.learner.model.drafter.norm, self._probe)
@@ -289,14 +288,8 @@ def _remembers(config: TrainConfig, device: torch.device) -> bool:
     return config.features == "memory" or (config.features == "auto" and device.type == "cpu")
 
 
-def _feature_source(
-    config: TrainConfig, data: TrainingData, learner: Learner, step_function: StepFunction
-) -> FeatureSource:
-    """The target here, or the server that the options name."""
+def _feature_source(config: TrainConfig, learner: Learner, step_function: StepFunction) -> FeatureSource:
     target, with_final = step_function.target, step_function.objective.needs_target
     taps = learner.shape.target_layer_ids
-    if config.feature_server is None or config.feature_dir is None:
-        remembers = _remembers(config, target.device)
-        return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)
-    longest = max(len(document) for document in [*data.documents, *data.held_out])
-    return ServerFeatures(target, taps, with_final, config.feature_server, Path(config.feature_dir), longest)
+    remembers = _remembers(config, target.device)
+    return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)

@@ -20,11 +20,9 @@ REPORTING_OPTIONS = frozenset(
         "save_minutes",
         "save_steps",
         "threads",
-        "feature_server",
-        "feature_dir",
     }
 )
-"""Options that say when to report and save and whom to ask, not what is learnt: a resumed run may change them."""
+"""Options that say when to report and save, not what is learnt: a resumed run may change them."""
 
 SHAPE_OPTIONS = (
     "block_size",
@@ -164,11 +162,6 @@ class TrainConfig:
     features: str = "auto"
     """``online`` runs the target in every step; ``memory`` runs it once for each document whose features fit into a quarter of
     the memory; ``cache`` keeps all of them on disk; ``auto`` is ``memory`` on a CPU and ``online`` elsewhere."""
-    feature_server: str | None = None
-    """URL of a vLLM that runs the target instead (``http://host:8000/v1``), started with ``volley serve --engine vllm
-    --record``; this process holds the target's embedding and head only."""
-    feature_dir: str | None = None
-    """The folder that ``feature_server`` records in."""
     cache_dir: str | None = None
     """Folder of the feature cache; by default ``features`` inside ``out``."""
     device: str = "auto"
@@ -206,10 +199,6 @@ class TrainConfig:
             raise ConfigError(
                 "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
             )
-        if (self.feature_server is None) != (self.feature_dir is None):
-            raise ConfigError("feature_server records in feature_dir; give both or neither")
-        if self.feature_server is not None and self.taps == (-1,):
-            raise ConfigError("a drafter without features needs no feature_server; leave it out")
         if self.lora_rank is not None:
             self._check_adapter()
         if self.keep_shape:
