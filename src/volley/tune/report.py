@@ -1,4 +1,4 @@
-"""The report of a tuning in Markdown: what was chosen and why, and what came out."""
+"""The report of a tuning in Markdown: what was chosen and what came out."""
 
 from collections.abc import Iterable
 from statistics import fmean
@@ -36,10 +36,8 @@ def to_markdown(
             ("temperature", f"τ, chains of {measured['block_size']}", "speed against plain decoding"),
             _measured(measured),
         ),
-        "## What was chosen, and why",
+        "## What was chosen",
         _table(("option", "choice"), _choices(done).items()),
-        "## Short trainings that chose, judged on held-out responses",
-        _table(("trial", "τ (teacher-forced)", "cycle", "expected tokens/s", "steps"), _trials(done.get("trials", []))),
         f"## Certificate: {certificate['verdict']}",
         _table(("check", "outcome", ""), ((check["name"], check["outcome"], check["detail"]) for check in checks)),
         "## Exports",
@@ -93,12 +91,11 @@ def is_overfit(log: list[dict[str, Any]]) -> bool:
 
 
 def _choices(done: dict[str, Any]) -> dict[str, Any]:
-    chosen = done["choose"]
+    trained = done["train"]
     return {
-        "options": f"{chosen['chosen']} ({chosen['why']})",
-        "block size": chosen["blocks"],
-        "draft vocabulary": chosen["drafted"],
-        "draft window": done["train"]["draft_window"] or "the whole context",
+        "options": trained["chosen"],
+        "draft vocabulary": trained["draft_vocab_size"] or "all tokens",
+        "draft window": trained["draft_window"] or "the whole context",
     }
 
 
@@ -120,13 +117,6 @@ def _facts(done: dict[str, Any], certificate: dict[str, Any], config: TuneConfig
 
 def _measured(measured: dict[str, Any]) -> list[tuple[str, ...]]:
     return [(f"{r['temperature']:g}", f"{r['tau']:.2f}", f"{r['speedup']:.2f} ×") for r in measured["rows"]]
-
-
-def _trials(trials: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [
-        (t["name"], f"{t['tau']:.3f}", f"{1000 * t['cycle_seconds']:.2f} ms", f"{t['score']:.0f}", t["steps"])
-        for t in trials
-    ]
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
