@@ -25,7 +25,7 @@ from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
-from volley.serve.markers import Markers, special_tokens
+from volley.serve.markers import special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -91,7 +91,7 @@ class Service:
         """Sampling parameters for fields that a request omits."""
         self.most_tokens: int | None = chosen.get("max_tokens")
         """Maximum tokens of a chat answer without its own limit; ``None``: as many as fit the context."""
-        self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
+        self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # initialises the tokenizer's options before the worker decodes
 
@@ -202,7 +202,7 @@ class Service:
             parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # errors name a field
+        grammar = await compile_grammar(self._engine.grammars, body)  # errors name a field
         params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
@@ -308,7 +308,7 @@ class Service:
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
-        grammar = await compile_grammar(self._engine.grammars, body, self._markers)
+        grammar = await compile_grammar(self._engine.grammars, body)
         params = replace(
             body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter, grammar=grammar
         )
