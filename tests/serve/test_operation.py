@@ -18,7 +18,6 @@ from volley.engine.holdings import graph_bytes
 from volley.errors import ConfigError
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig
-from volley.serve.limits import RateLimit
 from volley.serve.service import Service
 
 
@@ -97,37 +96,6 @@ def test_load_balancers_may_ask_without_a_body(server: Running, path: str) -> No
     assert asked.content
 
 
-def test_a_bucket_empties_and_fills() -> None:
-    now = [0.0]
-    limit = RateLimit(120, clock=lambda: now[0])
-    assert [limit.wait("a") for _ in range(120)] == [0.0] * 120
-    assert limit.wait("a") == pytest.approx(0.5)
-    assert limit.wait("b") == 0, "each key has its own"
-    now[0] = 0.5
-    assert limit.wait("a") == 0
-    assert limit.wait("a") > 0
-    now[0] = 1000.0
-    assert [limit.wait("a") > 0 for _ in range(121)] == [False] * 120 + [True], "no more than a minute's is kept"
-
-
-@pytest.mark.slow
-def test_a_key_that_asks_too_often(tiny: Tiny, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
-    with running(tiny.engine(), api_key_file=keys, rate_limit=2) as server:
-
-        def ask(key: str) -> httpx.Response:
-            return server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
-
-        assert [ask("one").status_code for _ in range(3)] == [200, 200, 429]
-        refused = ask("one")
-        assert 1 <= int(refused.headers["retry-after"]) <= 30
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert ask("two").status_code == 200
-        assert ask("three").status_code == 401
-        assert server.client.get("/health").status_code == 200
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_https(tiny: Tiny, tmp_path: Path) -> None:
@@ -161,7 +129,6 @@ def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
     [
         ({"tls_key_file": Path("x")}, "needs both"),
         ({"tls_key_file": Path("x"), "tls_cert_file": Path("y")}, "no file"),
-        ({"rate_limit": 0.0}, "more than 0"),
         ({"adapters": ("code",)}, "NAME=FOLDER"),
     ],
 )

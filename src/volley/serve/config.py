@@ -36,8 +36,6 @@ class ServeConfig:
     api_key_file: Path | None = None
     """File of accepted API keys, one per line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is
     required."""
-    rate_limit: float | None = None
-    """Requests per minute for each API key, or for all clients together if no keys are required. Further ones get 429."""
     tls_cert_file: Path | None = None
     """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
     tls_key_file: Path | None = None
@@ -67,7 +65,6 @@ class ServeConfig:
             self,
             ("port", 0 <= self.port < 65536, "between 0 and 65535"),
             ("max_waiting", self.max_waiting >= 0, "0 or more"),
-            ("rate_limit", self.rate_limit is None or self.rate_limit > 0, "more than 0, or left out for none"),
             *((name, getattr(self, name) > 0, "more than 0") for name in positive),
         )
         if self.models is not None and self.served_model_name is not None:
