@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from tests.conftest import TinyPair
-from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import SamplingParams
 from volley.engine import capacity
@@ -19,27 +18,6 @@ from volley.errors import ConfigError
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig
 from volley.serve.service import Service
-
-
-def test_adapters_are_models_too(tiny: Tiny, tmp_path: Path) -> None:
-    make_adapter(tmp_path / "code", tiny.drafter)
-    want = tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=12)
-    with running(tiny.engine(policy="fixed"), adapters=(f"code={tmp_path / 'code'}",)) as server:
-        names = [card["id"] for card in server.client.get("/v1/models").json()["data"]]
-        assert names == [MODEL, f"{MODEL}:code"]
-        assert server.client.get(f"/v1/models/{MODEL}:code").json()["id"] == f"{MODEL}:code"
-        for path, body in (
-            ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}),
-            ("responses", {"input": "Hello", "max_output_tokens": 12}),
-            ("completions", {"prompt": "Hello", "max_tokens": 12}),
-        ):
-            answer = server.post(path, {"model": f"{MODEL}:code", "temperature": 0, **body})
-            assert answer.status_code == 200
-            if path == "chat/completions":
-                assert answer.json()["choices"][0]["message"]["content"] == want, "an adapter changes no token"
-        response = server.post("completions", {"model": f"{MODEL}:prose", "prompt": "Hello"})
-        assert response.status_code == 404
-        assert f"'{MODEL}:code'" in response.json()["error"]["message"]
 
 
 def test_a_client_may_set_a_deadline(server: Running) -> None:
@@ -129,7 +107,6 @@ def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
     [
         ({"tls_key_file": Path("x")}, "needs both"),
         ({"tls_key_file": Path("x"), "tls_cert_file": Path("y")}, "no file"),
-        ({"adapters": ("code",)}, "NAME=FOLDER"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
