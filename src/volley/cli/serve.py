@@ -7,9 +7,18 @@ import typer
 
 from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.config import DecodingConfig
-from volley.options import expand
+from volley.options import Without, expand
 from volley.recalibrate.options import RecalibrateConfig
 from volley.serve.config import ServeConfig
+
+PACE = (
+    "recalibrate_idle",
+    "recalibrate_learning_rate",
+    "recalibrate_nice",
+    "recalibrate_steps",
+    "recalibrate_tokens",
+)
+"""Settings for Python: how a server recalibrates."""
 
 
 @expand
@@ -18,7 +27,7 @@ def serve(
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: Capacity,
-    recalibration: RecalibrateConfig,
+    recalibration: Annotated[RecalibrateConfig, Without(*PACE)],
     engine: Annotated[
         Literal["volley", "vllm"],
         typer.Option(help="Server to start. vllm has its own options: volley serve --engine vllm --help."),
