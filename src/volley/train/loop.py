@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
     make_folder(Path(config.out))  # before anything that takes long
-    ranks = Ranks(config.device, config.fsdp)
+    ranks = Ranks(config.device)
     for file in (*config.data, *([config.eval_data] if config.eval_data else [])):
         next(read_jsonl(Path(file)), None)
     if ranks.device.type == "cpu":
@@ -82,7 +82,7 @@ class Trainer:
         self.learner = Learner(config, target, self.data, ranks)
         tokens = loss_tokens(self.data.documents, target)
         self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model, tokens)
-        self.optimizer = make_optimizer(config, self.learner.parameters(), ranks.sharded)
+        self.optimizer = make_optimizer(config, self.learner.parameters())
         facts = {"target": target.fingerprint, "data": self.data.fingerprint}
         if self.learner.adapter is not None:
             facts["drafter"] = self.learner.adapter.drafter
@@ -101,9 +101,7 @@ class Trainer:
         documents = self.data.documents[:PROBED]
         drawn = [self.step_function.draw_anchors(document, index, 0) for index, document in enumerate(documents)]
         features = self.source(documents, range(len(documents)))
-        loss = self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
-        self.ranks.reshard(self.learner.model)
-        return loss
+        return self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""
@@ -226,16 +224,12 @@ class Trainer:
     def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[tuple[list[int], bool]]:
         """This process's documents, cut where their blocks would exceed ``rows_per_pass`` rows; gradients add up.
 
-        A process without documents, or of a sharded run with fewer passes than another, runs one that does not count: the
-        exchange of weights and gradients needs all.
+        A process without documents runs a pass that does not count: the exchange of gradients needs all processes.
         """
-        split, ranks = self.step_function.split_passes, self.ranks
-        passes = split(ranks.share(indices), anchors)
-        most = max(1, len(passes))
-        if ranks.sharded:
-            most = max(len(split(ranks.share(indices, rank), anchors)) for rank in range(ranks.world))
-        for number in range(most):
-            yield (passes[number], True) if number < len(passes) else (indices[:1], False)
+        passes = self.step_function.split_passes(self.ranks.share(indices), anchors)
+        yield from ((part, True) for part in passes)
+        if not passes:
+            yield indices[:1], False
 
     def _is_over(self) -> bool:
         """Return whether evaluations have been getting worse for too long. Every process must call this."""
@@ -245,7 +239,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the drafter on held-out rows and save it, if it shall be kept; every process must ask."""
         drafter = self.learner.drafter()
-        values = self.held_out.teacher_forced() if self.ranks.first or self.ranks.sharded else {}
+        values = self.held_out.teacher_forced() if self.ranks.first else {}
         if drafter is not None:
             window = values.get("draft_window", drafter.config.draft_window)
             trained_on = self.saved_run.facts["target"]

@@ -171,8 +171,6 @@ class TrainConfig:
     attention: str = "auto"
     """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
     for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
-    fsdp: bool = False
-    """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
 
@@ -193,8 +191,6 @@ class TrainConfig:
             if getattr(self, name) not in (*choices, *UNSET.get(name, ())):
                 raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
         check_fields(self, *self._checks())
-        if self.fsdp and self.optimizer == "muon":
-            raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.reveal and self.loss_decay == "pace":
             raise ConfigError(
                 "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
@@ -206,8 +202,8 @@ class TrainConfig:
 
     def _check_adapter(self) -> None:
         self._check_shape("lora_rank adapts a drafter", "an adapter keeps the shape of")
-        if self.fsdp or self.optimizer == "muon":
-            raise ConfigError("an adapter is trained whole and with AdamW; leave out fsdp and optimizer='muon'")
+        if self.optimizer == "muon":
+            raise ConfigError("an adapter is trained with AdamW; leave out optimizer='muon'")
 
     def _check_shape(self, needs: str, keeps: str) -> None:
         if self.init in (None, RANDOM):

@@ -176,7 +176,7 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
     preset = preset_for(target) if config.preset is None else preset_named(config.preset)
     width = target.get_text_config().hidden_size
     is_new = config.init in (None, RANDOM)
-    optimizer = config.optimizer or (preset.optimizer if is_new and not config.fsdp else "adamw")
+    optimizer = config.optimizer or (preset.optimizer if is_new else "adamw")
     rate = learning_rate_for(width) * (muon_factor(width) if optimizer == "muon" else 1)
     values: dict[str, Any] = {
         "optimizer": optimizer,
