@@ -422,7 +422,7 @@ def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> 
     out = tmp_path / "run"
     run(
         "train", "--target", tiny_pair.target, "--data", rows, "--out", out, "--block-size", 4, "--num-layers", 1,
-        "--max-steps", 2, "--eval-prompts", 0, "--eval-share", 0, "--dtype", "float32", "--threads", 1,
+        "--max-steps", 2, "--dtype", "float32", "--threads", 1,
     )  # fmt: skip
     assert list(out.rglob("model.safetensors"))
 

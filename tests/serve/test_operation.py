@@ -1,12 +1,8 @@
-"""Adapters by model name, deadlines of clients, rate limits, TLS, and the memory that is held."""
+"""Deadlines of clients, keys, and the memory that is held."""
 
-import shutil
-import ssl
-import subprocess
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.conftest import TinyPair
@@ -74,22 +70,6 @@ def test_load_balancers_may_ask_without_a_body(server: Running, path: str) -> No
     assert asked.content
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_https(tiny: Tiny, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    with running(tiny.engine(), tls_key_file=key, tls_cert_file=certificate) as server:
-        url = server.url.replace("http:", "https:")
-        context = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=context, timeout=60) as client:
-            assert client.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{server.url}/health")
-
-
 def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
     held = {
         part: server.metrics()[f'volley:memory_bytes{{part="{part}"}}']
@@ -104,10 +84,7 @@ def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"tls_key_file": Path("x")}, "needs both"),
-        ({"tls_key_file": Path("x"), "tls_cert_file": Path("y")}, "no file"),
-    ],
+    [],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -35,7 +35,7 @@ class LoadOptions:
 
 @expand
 def bench(
-    config: BenchConfig,
+    config: Annotated[BenchConfig, Without("draft_tokens", "ignore_eos")],
     models: ModelOptions,
     decoding: Annotated[DecodingConfig, Without("policy", "block_size")],
     capacity: Capacity,

@@ -32,7 +32,7 @@ _DEFAULT_PROMPTS = (
 
 @expand
 def certify(
-    config: Annotated[CertifyConfig, Without("prompts_used")],
+    config: Annotated[CertifyConfig, Without("alpha", "prompts_used")],
     url: Annotated[str | None, typer.Argument(help="A server (http://host:8000/v1) instead of a pair here.")] = None,
     plain: Annotated[
         str | None, typer.Option(help="With a URL: a server of the same target that decodes plainly.")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from volley.engine.engine import Engine
 
 
-Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
+Capacity = Annotated[CapacityConfig, Without("cuda_graphs", "num_pages", "num_states", "page_size")]
 """Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
 
 

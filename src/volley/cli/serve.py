@@ -17,13 +17,16 @@ PACE = (
     "recalibrate_nice",
     "recalibrate_steps",
     "recalibrate_tokens",
+    "reservoir_tokens",
 )
 """Settings for Python: how a server recalibrates."""
+LIMITS = ("bare_calls", "receive_timeout", "shutdown_timeout")
+"""Settings of the server for Python."""
 
 
 @expand
 def serve(
-    config: ServeConfig,
+    config: Annotated[ServeConfig, Without(*LIMITS)],
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: Capacity,

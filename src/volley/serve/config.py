@@ -34,10 +34,6 @@ class ServeConfig:
     api_key_file: Path | None = None
     """File of accepted API keys, one per line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is
     required."""
-    tls_cert_file: Path | None = None
-    """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
-    tls_key_file: Path | None = None
-    """Private key (PEM) of the certificate."""
     max_waiting: int = 256
     """Requests that may queue beside the running ones; further ones get 429."""
     request_timeout: float = 600.0
@@ -63,16 +59,6 @@ class ServeConfig:
             ("max_waiting", self.max_waiting >= 0, "0 or more"),
             *((name, getattr(self, name) > 0, "more than 0") for name in positive),
         )
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ConfigError("TLS needs both tls_cert_file and tls_key_file; give both or neither")
-        for file in (self.tls_cert_file, self.tls_key_file):
-            if file is not None and not file.is_file():
-                raise ConfigError(f"{file} is no file; give the PEM files of a certificate and its key")
-
-    @property
-    def is_ssl(self) -> bool:
-        """Return whether the server uses HTTPS."""
-        return self.tls_cert_file is not None
 
 
 class ApiKeys:

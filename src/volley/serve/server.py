@@ -81,8 +81,6 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                ssl_certfile=config.tls_cert_file,
-                ssl_keyfile=config.tls_key_file,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_SEND_OFF_SECONDS,
             )
@@ -95,7 +93,7 @@ class Server(uvicorn.Server):
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.reload)
             self.address = self.servers[0].sockets[0].getsockname()[:2]
             self.listening.set()
-            url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
+            url = "http://{}:{}".format(*self.address)
             service = self.service
             limit = {} if service.most_tokens is None else {"max_tokens": service.most_tokens}
             sampling = {"sampling": service.sampling | limit}
