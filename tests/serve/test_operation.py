@@ -1,7 +1,6 @@
 """Deadlines of clients, keys, and the memory that is held."""
 
 import threading
-from pathlib import Path
 
 import pytest
 

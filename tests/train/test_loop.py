@@ -141,11 +141,11 @@ def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"soft_targets": 0.5, "window": 6}])
-def test_grouped_attention_trains_like_the_dense_reference(
+def test_grouped_attention_trains_like_the_masked_one(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     found = []
-    for attention in ("dense", "grouped"):
+    for attention in ("sdpa", "grouped"):
         options = tiny_run(tiny_pair.target, tmp_path, attention=attention, out=str(tmp_path / attention), **changes)
         found.append(run(options))
     for name, tensor in found[0].items():

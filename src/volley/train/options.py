@@ -48,7 +48,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
+    "attention": ("auto", "grouped", "sdpa", "flex"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -169,8 +169,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
-    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
+    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask) or ``flex`` (FlexAttention, which compiles
+    for minutes first); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
 
