@@ -192,8 +192,8 @@ class Tuning:
     def read(self, data: TrainingData) -> int:
         """Have the target read the responses before the training, many in one pass.
 
-        Return how many blocks a response shall have. If nearly all features are in memory, these are as many
-        as predict each of its tokens about once an epoch: more cost as much as blocks of other responses, which teach more.
+        Return how many blocks a response shall have. If nearly all features are in memory, these are as many as predict each of
+        its tokens about once an epoch: more cost as much as blocks of other responses, which teach more.
         """
         features = RememberedFeatures(self.frozen, preset_for(self.frozen.text_config).taps, with_final=False)
         order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
@@ -251,9 +251,8 @@ class Tuning:
             return max(LEAST_SHARE * minutes, minutes - (time.monotonic() - started) / 60)
 
         self.say(f"it takes {minutes:g} minutes by the clock, evaluations included")
-        if (
-            self.ranks.device.type == "cpu"
-        ):  # elsewhere the target reads in every step, and one reading serves many blocks
+        # On a GPU the target reads in every step, and one reading serves many blocks.
+        if self.ranks.device.type == "cpu":
             anchors = self.read(TrainingData(self.base, self.frozen))
         if "plan" not in self.progress:
             self.base = replace(self.base, anchors_per_sequence=anchors)
