@@ -20,8 +20,9 @@ from unittest import mock
 import torch
 from torch.nn.functional import linear
 
+from tests.memory.reference import reference_attention
 from volley import Drafter, Engine
-from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
+from volley.memory.attention import AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore

@@ -112,7 +112,7 @@ def main() -> int:
         config = ServeConfig(port=0)
         arguments = {"model": "volley-reference", "max_length": engine.snapshot().max_tokens}
         arguments |= {"num_concurrent": 4, "tokenizer_backend": "remote"}
-        with serving([Service(engine, config, "volley-reference")], config) as url:
+        with serving(Service(engine, config, "volley-reference"), config) as url:
             arguments["base_url"] = f"{url}/v1/completions"
             out = options.out / name.split()[-1]
             runs[name] = evaluate(options.lm_eval, tasks, out, "local-completions", arguments)

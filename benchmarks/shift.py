@@ -78,7 +78,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="prepare: of the training (700); serve: of each candidate")
     parser.add_argument("--round-tokens", type=int, default=RecalibrateConfig.recalibrate_tokens)
     parser.add_argument("--learning-rate", type=float, default=None)
-    parser.add_argument("--updates", default="full")
     parser.add_argument("--requests", type=int, default=48, help="speed, latency")
     parser.add_argument("--seconds", type=float, default=300, help="latency, steady: of each server")
     parser.add_argument("--starts", type=int, default=6, help="steady: of the servers, which share the seconds")
@@ -195,7 +194,6 @@ class Shift:
             recalibrate_tokens=arguments.round_tokens,
             recalibrate_steps=arguments.steps or RecalibrateConfig.recalibrate_steps,
             recalibrate_learning_rate=arguments.learning_rate,
-            recalibrate_updates=tuple(arguments.updates.split(",")),
         )
         frozen = FrozenTarget(TARGET, torch.float32, torch.device("cpu"))
         self.events: list[dict[str, Any]] = []
@@ -312,21 +310,31 @@ def speed(arguments: argparse.Namespace) -> None:
 
 
 # -- servers, asked in turn --------------------------------------------------------------------------------------------
+PACED = """
+from dataclasses import replace
+from volley.cli import main
+from volley.recalibrate import companion
+attach = companion.attach
+companion.attach = lambda service, engine, config, target: attach(service, engine, replace(config, **{pace}), target)
+main()
+"""
+"""The command line of a server that recalibrates at a pace of its own."""
+
+
 class Servers:
     """Servers of the static drafter: ``training`` recalibrates, ``plain`` and ``control`` do not.
 
     Training goes on in the turns of the first alone, and in the pauses before them.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...], *options: str) -> None:
-        """``options`` are of the server that recalibrates."""
+    def __init__(self, arguments: argparse.Namespace, folder: Path, names: tuple[str, ...], **changes: float) -> None:
+        """``changes`` are settings of the server that recalibrates."""
+        pace = {"recalibrate_tokens": 1000, "recalibrate_steps": 1000, "recalibrate_idle": 0.05, **changes}
         if folder.exists():
             raise SystemExit(f"{folder} is of a run before; remove it, or give another --out")
-        command = [sys.executable, "-m", "volley.cli", "serve", "--drafter", str(static_folder(arguments))]
+        command = [sys.executable, "-c", PACED.format(pace=pace), "serve", "--drafter", str(static_folder(arguments))]
         command += ["--threads", "1", "--dtype", arguments.dtype]
-        kept = ["--recalibrate", str(folder), "--recalibrate-tokens", "1000", "--recalibrate-steps", "1000"]
-        kept += ["--recalibrate-idle", "0.05", "--recalibrate-updates", "full"]
-        kept += ["--recalibrate-requests", "all", *options]
+        kept = ["--recalibrate", str(folder), "--recalibrate-requests", "all"]
         self.urls = {name: f"http://127.0.0.1:{8711 + place}" for place, name in enumerate(names)}
         self.folder, self.child, self.client = folder, 0, httpx.Client(timeout=120)
         self.processes = {
@@ -391,7 +399,7 @@ def latency(arguments: argparse.Namespace) -> None:
     names, found = ("training", "plain", "control"), list[list[float]]()
     source = greedy_requests(arguments, seed=3, max_tokens=48)
     bodies = [next(source) for _ in range(LATE)]
-    with Servers(arguments, arguments.out / "latency", names, "--recalibrate-learning-rate", "1e-9") as servers:
+    with Servers(arguments, arguments.out / "latency", names, recalibrate_learning_rate=1e-9) as servers:
         servers.begin(bodies, source)
         before, end = _cpu_seconds(servers.child), time.monotonic() + len(names) * arguments.seconds
         while time.monotonic() < end:

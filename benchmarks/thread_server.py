@@ -1,7 +1,7 @@
-"""A server in a thread of this process, for benchmarks that look at its engines too."""
+"""A server in a thread of this process, for benchmarks that look at its engine too."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from volley.serve.config import ServeConfig
@@ -10,9 +10,9 @@ from volley.serve.service import Service
 
 
 @contextmanager
-def serving(services: Sequence[Service], config: ServeConfig) -> Iterator[str]:
+def serving(service: Service, config: ServeConfig) -> Iterator[str]:
     """Yields its URL; answers what is under way before it stops."""
-    server = Server(list(services), config)
+    server = Server(service, config)
     thread = threading.Thread(target=server.run)
     thread.start()
     server.listening.wait()

@@ -411,7 +411,7 @@ def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert all(s["identical"] == 1.0 for s in saved["summaries"] if s["temperature"] == 0)
     assert saved["models"]["target"] == str(tiny_pair.target)
     assert (saved["models"]["kv_dtype"], saved["models"]["draft_kv_dtype"]) == ("auto", "int8")
-    assert (tmp_path / "report" / "report.html").exists()
+    assert (tmp_path / "report" / "report.md").exists()
     assert "48/48" in errors
 
 
@@ -430,7 +430,7 @@ def test_collected_rows_train_a_drafter(tiny_pair: TinyPair, tmp_path: Path) -> 
     out = tmp_path / "run"
     run(
         "train", "--target", tiny_pair.target, "--data", rows, "--out", out, "--block-size", 4, "--num-layers", 1,
-        "--max-steps", 2, "--eval-prompts", 0, "--eval-share", 0, "--dtype", "float32", "--threads", 1,
+        "--max-steps", 2, "--dtype", "float32", "--threads", 1,
     )  # fmt: skip
     assert list(out.rglob("model.safetensors"))
 

@@ -118,7 +118,7 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
     found = json.loads(runner.invoke(app, ["presets"], env={"VOLLEY_TARGET": str(tmp_path)}).output)
     assert found["family"] == "Qwen3"
     folder = str(tmp_path)
-    given = {"VOLLEY_TARGET": folder, "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl", "VOLLEY_DECODE": "0"}
+    given = {"VOLLEY_TARGET": folder, "VOLLEY_DRAFTER": "d", "VOLLEY_DATA": "nowhere.jsonl"}
     assert "Missing option" not in runner.invoke(app, ["doctor"], env=given).output
     assert "Missing option '--target'" in runner.invoke(app, ["doctor"]).output
     for model in ([], ["--model", "own"]):  # of an endpoint, and here of another command in the one case
@@ -139,11 +139,11 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
-    given = {"VOLLEY_MAX_MINUTE": "5", "VOLLEY_RESERVIOR_TOKENS": "1", "VOLLEY_SERVICE_HOST": "h", "VOLLEY_TARGET": ""}
+    given = {"VOLLEY_MAX_MINUTE": "5", "VOLLEY_RESERVIOR_DAYS": "1", "VOLLEY_SERVICE_HOST": "h", "VOLLEY_TARGET": ""}
     said = CliRunner().invoke(app, ["presets"], env=given).output.splitlines()
     assert [line for line in said if "variable" in line] == [
         "the variable VOLLEY_MAX_MINUTE is not looked at; did you mean VOLLEY_MAX_MINUTES?",
-        "the variable VOLLEY_RESERVIOR_TOKENS is not looked at; did you mean VOLLEY_RESERVOIR_TOKENS?",
+        "the variable VOLLEY_RESERVIOR_DAYS is not looked at; did you mean VOLLEY_RESERVOIR_DAYS?",
     ]
 
 
@@ -154,10 +154,11 @@ def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
     assert "vLLM's OpenAI server" not in output
 
 
+FOR_PYTHON = ("cuda_graphs", "num_pages", "num_states", "page_size", "verification")
 ENGINE_COMMANDS = {
-    "generate": ("num_pages", "page_size"),
-    "serve": ("num_pages", "page_size"),
-    "bench": ("num_pages", "page_size", "policy", "block_size"),  # it has lists of the last two
+    "generate": FOR_PYTHON,
+    "serve": FOR_PYTHON,
+    "bench": (*FOR_PYTHON, "policy", "block_size"),  # it has lists of the last two
 }
 
 

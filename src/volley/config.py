@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
@@ -81,7 +81,7 @@ class DecodingConfig(DraftingConfig):
     """Tokens verified per cycle, anchor included; 1 is plain decoding. Short for a fixed policy."""
     tree_nodes: int | None = None
     """Verify the best tree of this many draft tokens, anchor included, instead of one chain. By default the policy decides."""
-    verification: Verification = "auto"
+    verification: Verification = field(default="auto", metadata={"python": True})
     """Verification of sampled requests: speculative, match or auto. auto is match for requests with a seed, whose answers must
     be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
     kv_dtype: KVDtype = "auto"

@@ -1,7 +1,8 @@
 """Command-line options from a dataclass: every field is an option, with its docstring as help and its default.
 
 Each option is thus written once, where it is used. Tuples are comma-separated lists, and a union of types is read as text. Each
-option can also come from the environment, as ``VOLLEY_`` and its name in capitals.
+option can also come from the environment, as ``VOLLEY_`` and its name in capitals. A field whose metadata have ``python`` is no
+option.
 """
 
 import ast
@@ -108,7 +109,8 @@ def field_docs(config_class: type) -> dict[str, str]:
 
 def _options(config_class: Any) -> list[inspect.Parameter]:
     hints, docs = get_type_hints(config_class), field_docs(config_class)
-    return [_option(field, hints[field.name], docs.get(field.name, "")) for field in fields(config_class)]
+    on_command_line = (field for field in fields(config_class) if not field.metadata.get("python"))
+    return [_option(field, hints[field.name], docs.get(field.name, "")) for field in on_command_line]
 
 
 def _option(field: "Field[Any]", hint: Any, doc: str) -> inspect.Parameter:

@@ -1,10 +1,8 @@
 import json
-import re
 from pathlib import Path
 
 import pytest
 
-from volley.bench.html import to_html
 from volley.bench.measure import Measurements, Record
 from volley.bench.report import Report, Spread, machine, summarise, to_markdown, to_tables
 from volley.bench.run import save
@@ -91,17 +89,6 @@ def test_json_holds_summaries_and_every_run(tmp_path: Path) -> None:
     assert saved["machine"]["cpu"]
     assert saved["config"]["repeats"] == 3
     assert (tmp_path / "report.md").read_text() == to_markdown(report().summaries)
-
-
-@pytest.mark.slow
-def test_the_html_is_whole_and_asks_nothing_of_the_network() -> None:
-    page = to_html(report(partial=True))
-    assert page.count("data:image/png;base64,") == 4
-    assert not re.search(r"https?://|<script|<link|@import", page)
-    assert "Interrupted" in page
-    assert "transformers-dflash: &lt;no&gt;" in page
-    assert "T&lt;1&gt;" in page
-    assert "Interrupted" not in to_html(Report(BenchConfig(), Measurements(), machine(1), {}))
 
 
 def test_an_interrupt_before_the_first_record_still_reports(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def test_a_lossless_server_passes_beside_plain_decoding(
     assert facts["sampled at T = 0.6"]["power"] == 0.9
     told = {"version": __version__, "plain_version": __version__, "top_logprobs": 20, "tie": TIE}
     assert told.items() <= found["subject"].items()
-    assert "<h1>lossless</h1>" in (tmp_path / "certificate.html").read_text()
 
 
 @pytest.mark.slow

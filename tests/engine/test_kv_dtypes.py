@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.conftest import TinyPair
+from tests.memory.reference import reference_attention
 from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.sampling import token_probs
 from volley.errors import ConfigError
-from volley.memory.attention import reference_attention
 from volley.memory.kv_store import KVDtype, QuantisedKVStore
 
 COUNT = 16

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.memory.reference import reference_attention
 from volley.memory.attention import (
     DEFAULT_LIMITS,
     AttentionOptions,
     GroupLimits,
     first_visible,
     paged_attention,
-    reference_attention,
     visible_mask,
 )
 from volley.memory.batch import RaggedBatch, Segment

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from volley.memory.attention import Attention, AttentionOptions, GroupLimits, paged_attention, reference_attention
+from tests.memory.reference import reference_attention
+from volley.memory.attention import Attention, AttentionOptions, GroupLimits, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, KVStore, QuantisedKVStore, make_store

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.memory.reference import reference_attention
 from tests.memory.test_attention import end_in_a_canvas
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley.memory import native_attention as module
-from volley.memory.attention import Attention, AttentionOptions, paged_attention, reference_attention
+from volley.memory.attention import Attention, AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore, KVStore, make_store

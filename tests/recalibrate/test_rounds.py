@@ -45,10 +45,10 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     assert work.work()
     (event,) = kept.events
     assert event["swap"]
-    assert event["kind"] in ("full", "adapter")
+    assert event["kind"] == "full"
     assert event["gain"] > 2 * event["error"] > 0
     assert event["tau_base"] == event["tau_before"]
-    assert set(event["gains"]) == {"rounds/000001/full", "rounds/000001/adapter"}
+    assert set(event["gains"]) == {"rounds/000001/full"}
     Drafter.from_pretrained(kept.folder / event["folder"])
     assert not work.work(), "a verdict is told once, and waited for"
     assert len(kept.events) == 1
@@ -86,7 +86,7 @@ def test_prompts_longer_than_a_batch_are_learnt_from(kept: Kept, monkeypatch: py
 def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
     """Whichever drafter serves, and however bad it is."""
     kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full", "adapter"), recalibrate_steps=2)
+    work = kept.recalibration(recalibrate_steps=2)
     made = {}
     for name in (BASE, "rounds/000009/full"):
         spoilt = Drafter.from_pretrained(kept.folder / BASE)
@@ -95,35 +95,16 @@ def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
         if name != BASE:
             kept.learnt.swapped(Standing(name, "full", 59, 9.0), 0).save(kept.folder)
         assert work.work()
-        made[name] = [
-            load_tensors(kept.folder / f"rounds/000001/{kind}/model.safetensors") for kind in ("full", "adapter")
-        ]
+        made[name] = load_tensors(kept.folder / "rounds/000001/full/model.safetensors")
         shutil.rmtree(kept.folder / "rounds")
-    (full, adapter), (other, another) = made.values()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in full.items())
-    assert not all(torch.equal(tensor, another[name]) for name, tensor in adapter.items())
-
-
-@pytest.mark.slow
-def test_an_adapter_begins_from_a_candidate_that_was_better_if_not_by_enough(kept: Kept) -> None:
-    kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=480)
-    assert work.work()
-    act(kept)
-    verdict = kept.folder / "rounds/000001/verdict.json"
-    event = json.loads(verdict.read_text())
-    verdict.write_text(json.dumps({**event, "gain": 0.01, "swap": False}))
-    kept.serve(15, seed=1)
-    assert work.work()
-    plan = json.loads((kept.folder / "rounds/000002/plan.json").read_text())
-    assert plan["init"] == "rounds/000001/full"
-    assert not (kept.folder / "rounds/000001/train.jsonl").exists(), "prompts of past rounds go"
+    one, other = made.values()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.mark.slow
 def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_since(kept: Kept) -> None:
     kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=25, recalibrate_tokens=1500)
+    work = kept.recalibration(recalibrate_steps=25, recalibrate_tokens=1500)
     assert work.work()
     verdict = kept.folder / "rounds/000001/verdict.json"
     event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False}
@@ -144,7 +125,7 @@ def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_sin
 @pytest.mark.slow
 def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kept) -> None:
     kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_tokens=1500)
+    work = kept.recalibration(recalibrate_tokens=1500)
     assert work.work()
     verdict = kept.folder / "rounds/000001/verdict.json"
     event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False, "base": "another"}
@@ -155,14 +136,14 @@ def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kep
     assert not work.work()
     kept.serve(60, seed=2)
     assert work.work()
-    assert json.loads((kept.folder / "rounds/000002/plan.json").read_text())["init"] == BASE
+    assert set(kept.events[-1]["gains"]) == {"rounds/000002/full"}
 
 
 @pytest.mark.slow
 def test_a_round_that_outlives_its_drafter_swaps_nothing_in(kept: Kept) -> None:
     """Its candidate may have another shape than the drafter that serves now, so that a higher τ says nothing."""
     kept.serve(60)
-    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=3)
+    work = kept.recalibration(recalibrate_steps=3)
     assert os.WIFSIGNALED(killed_at(work, 3))
     other = replace(kept.learnt, base="another")
     other.save(kept.folder)
@@ -190,7 +171,7 @@ def test_one_client_alone_swaps_nothing_in_that_does_not_serve_the_others(kept: 
     for index in range(60):
         kept.reservoir.add("flood", [4 + index % 200, index // 200], [7, 8, 9, 10] * 8, 0.0)
         kept.reservoir.add("honest", [rng.randrange(4, 260) for _ in range(6)], rng.choices(range(4, 260), k=16), 0.0)
-    work = kept.recalibration(recalibrate_steps=25, recalibrate_updates=("full",))
+    work = kept.recalibration(recalibrate_steps=25)
     assert work.work()
     event = kept.events[-1]
     assert event["gain"] > 2 * event["error"] > 0, "the flood was learnt"
@@ -240,7 +221,7 @@ def test_a_kill_before_any_write_of_a_round_loses_nothing(kept: Kept) -> None:
     for write in range(1, 40):
         shutil.copytree(whole, killed)
         kept.folder = killed
-        changes = {"recalibrate_steps": 2, "recalibrate_updates": ("full",)}
+        changes = {"recalibrate_steps": 2}
         status = killed_at(kept.recalibration(**changes), write)
         assert kept.learnt.current.folder == BASE
         assert kept.recalibration(**changes).work() or not os.WIFSIGNALED(status), "what was told is told again"
@@ -303,7 +284,7 @@ def test_what_is_erased_in_a_round_ends_in_no_candidate(
         return found
 
     monkeypatch.setattr(Trainer, name, erase_behind)
-    assert kept.recalibration(recalibrate_updates=("full",)).work()
+    assert kept.recalibration().work()
     assert "was erased in the meantime" in kept.events[-1]["reason"]
     assert {path.name for path in (kept.folder / "rounds/000001").iterdir()} == {"plan.json", "verdict.json"}
 
@@ -312,14 +293,14 @@ def test_what_is_erased_in_a_round_ends_in_no_candidate(
 def test_a_kill_behind_a_new_plan_hides_no_verdict(kept: Kept) -> None:
     """Numbers go on from the last verdict that was noted, also where nothing is left of its round."""
     kept.serve(60)
-    assert kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2).work()
+    assert kept.recalibration(recalibrate_steps=2).work()
     act(kept)
     kept.serve(40, seed=1)
-    work = kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2)
+    work = kept.recalibration(recalibrate_steps=2)
     assert os.WIFSIGNALED(killed_at(work, 2)), "before the plan of the second round"
     assert (kept.folder / "rounds/000001/verdict.json").exists()
     shutil.rmtree(kept.folder / "rounds")
-    assert kept.recalibration(recalibrate_updates=("full",), recalibrate_steps=2).work()
+    assert kept.recalibration(recalibrate_steps=2).work()
     assert kept.events[-1]["round"] == 2
     assert kept.events[-1]["round"] > kept.learnt.seen_round
 
@@ -338,8 +319,7 @@ def test_long_prompts_do_not_count_as_answers(kept: Kept) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduced", [False, True], ids=["all tokens", "some tokens"])
-@pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced: bool) -> None:
+def test_candidates_have_the_shape_of_the_drafter(kept: Kept, reduced: bool) -> None:
     """The draft window that it was measured to need, and the tokens that it drafts."""
     base = Drafter.from_pretrained(kept.folder / BASE)
     base.config = replace(base.config, draft_window=16)
@@ -347,9 +327,9 @@ def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced
         base = Vocabulary(100, torch.arange(260), target_ends(kept.target.model)).reduce(base)
     base.save_pretrained(kept.folder / BASE)
     kept.serve(40)
-    assert kept.recalibration(recalibrate_updates=(kind,), recalibrate_steps=2).work()
-    made = Drafter.from_pretrained(Path(kept.folder, "rounds/000001", kind))
-    assert (made.config.target_fingerprint is None) == (kind == "adapter"), "what was trained names its target"
+    assert kept.recalibration(recalibrate_steps=2).work()
+    made = Drafter.from_pretrained(kept.folder / "rounds/000001/full")
+    assert made.config.target_fingerprint is not None, "what was trained names its target"
     assert replace(made.config, target_fingerprint=None) == base.config
     if reduced:
         assert made.lm_head is not None
@@ -362,7 +342,7 @@ def test_candidates_have_the_shape_of_the_drafter(kept: Kept, kind: str, reduced
 @pytest.mark.slow
 def test_a_round_goes_on_under_other_options_from_its_beginning(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     kept.serve(60)
-    options = {"recalibrate_updates": ("full",), "recalibrate_steps": 6}
+    options = {"recalibrate_steps": 6}
     monkeypatch.setattr(rounds, "TrainConfig", lambda **own: TrainConfig(**{**own, "save_steps": 1}))
     assert os.WIFSIGNALED(killed_at(kept.recalibration(**options), 6))
     assert list(kept.folder.glob("rounds/000001/run-full/*.pt"))

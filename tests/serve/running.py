@@ -61,7 +61,6 @@ class Running:
     def __init__(
         self,
         engine: Engine,
-        others: Mapping[str, Engine] | None = None,
         prepare: Callable[[Service], None] = lambda service: None,
         **config: Any,
     ) -> None:
@@ -69,9 +68,7 @@ class Running:
         own = ServeConfig(**{"port": 0, "receive_timeout": 5.0, **config})
         self.service = Service(engine, own, MODEL)
         prepare(self.service)
-        self.server = Server(
-            [self.service, *(Service(other, own, name) for name, other in (others or {}).items())], own
-        )
+        self.server = Server(self.service, own)
         self.thread = threading.Thread(target=self.server.run)
         self.thread.start()
         wait_until(lambda: self.server.listening.is_set() or not self.thread.is_alive())
@@ -88,7 +85,7 @@ class Running:
         return self.post("completions", {"prompt": prompt, **body})
 
     def metrics(self) -> Mapping[str, float]:
-        """Without the model's name among the labels, if it is the only one."""
+        """Without the model's name among the labels."""
         text = re.sub(rf'(,?)model_name="{MODEL}"(,?)', lambda m: m[1] and m[2], self.client.get("/metrics").text)
         lines = [line.replace("{}", "") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
@@ -120,11 +117,10 @@ def wait_until(condition: Any, seconds: float = 300) -> None:
 @contextmanager
 def running(
     engine: Engine,
-    others: Mapping[str, Engine] | None = None,
     prepare: Callable[[Service], None] = lambda service: None,
     **config: Any,
 ) -> Iterator[Running]:
-    server = Running(engine, others, prepare, **config)
+    server = Running(engine, prepare, **config)
     try:
         yield server
     finally:

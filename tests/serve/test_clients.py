@@ -72,7 +72,7 @@ def test_every_row_is_true() -> None:
         fields = {name.split(".")[0] for name in names} - NO_FIELDS
         for model in SECTIONS[section]:
             known = taken(model) | refused(model) | ignored(model)
-            for name in fields - {"guided_*"}:
+            for name in fields:
                 assert name in known, f"{model.__name__} knows no {name}"
             if told.startswith("yes"):
                 assert fields <= taken(model), f"{names} are taken: {told}"
@@ -88,7 +88,7 @@ def test_every_field_has_a_row(section: str) -> None:
     sections = {section, SHARED} if model in SECTIONS[SHARED] else {section}
     named = {name.split(".")[0] for own, names, _ in rows() if own in sections for name in names}
     for name in taken(model) | refused(model) | ignored(model):
-        assert name in named or ("guided_*" in named and name.startswith("guided_")), f"{name} of {section} has no row"
+        assert name in named, f"{name} of {section} has no row"
 
 
 @pytest.mark.parametrize(

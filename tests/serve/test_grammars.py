@@ -24,14 +24,6 @@ SCHEMA: dict[str, Any] = {
 TEXT = json.dumps(SCHEMA)
 OPENAI = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 LARK, EBNF = 'start: "a"+', 'root ::= "a"+'
-TAGS = {
-    "type": "structural_tag",
-    "structures": [
-        {"begin": "<a=x>", "schema": SCHEMA, "end": "</a>"},
-        {"begin": "<a=y>", "schema": {"type": "boolean"}, "end": ""},
-    ],
-    "triggers": ["<a="],
-}
 USER = [{"role": "user", "content": "Hello"}]
 
 
@@ -50,20 +42,17 @@ def _left_idle(drafting: Running) -> Iterator[None]:
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
         ({"response_format": OPENAI}, Grammar.json_schema(SCHEMA)),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, Grammar.json_schema(True)),
-        ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
-        ({"guided_json": TEXT, "guided_whitespace_pattern": " ?"}, Grammar.json_schema(SCHEMA, whitespace=" ?")),
-        ({"guided_regex": "a+"}, Grammar.regex("a+")),
-        ({"guided_choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
-        ({"guided_grammar": LARK}, Grammar.lark(LARK)),
-        ({"guided_grammar": EBNF}, Grammar.ebnf(EBNF)),
-        ({"guided_json_object": True}, Grammar.json_object()),
-        ({"guided_json_object": False}, None),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
         (
             {"structured_outputs": {"json": TEXT, "disable_any_whitespace": True}},
             Grammar.json_schema(SCHEMA, whitespace=""),
         ),
+        (
+            {"structured_outputs": {"json": TEXT, "whitespace_pattern": " ?"}},
+            Grammar.json_schema(SCHEMA, whitespace=" ?"),
+        ),
         ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"grammar": LARK}}, Grammar.lark(LARK)),
         ({"structured_outputs": {"regex": "a+"}}, Grammar.regex("a+")),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
         ({"structured_outputs": {"grammar": EBNF}}, Grammar.ebnf(EBNF)),
@@ -80,8 +69,8 @@ def test_each_dialect_says_the_same(fields: dict[str, Any], grammar: Grammar | N
 
 
 def test_two_forms_at_once_are_refused() -> None:
-    body = ChatRequest(messages=USER, guided_regex="a", response_format={"type": "json_object"})  # type: ignore[arg-type]
-    with pytest.raises(ApiError, match="guided_regex and response_format both say what the answer must be"):
+    body = ChatRequest(messages=USER, regex="a", response_format={"type": "json_object"})  # type: ignore[arg-type]
+    with pytest.raises(ApiError, match="regex and response_format both say what the answer must be"):
         grammar_of(body)
 
 
@@ -96,32 +85,17 @@ def test_two_forms_at_once_are_refused() -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type", "'json_schema'"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x", "unknown field"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs a schema"),
-        ({"guided_json": "{"}, "guided_json", "not JSON: Expecting property name"),
-        ({"guided_json": 3}, "guided_json", "the JSON schema is a int; give an object"),
-        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
-        ({"guided_regex": ""}, "guided_regex", "is empty"),
-        ({"guided_regex": "\ud800"}, "guided_regex", "lone surrogate"),
-        ({"guided_choice": []}, "guided_choice", "one or more texts"),
-        ({"guided_choice": [1]}, "guided_choice.0", "valid string"),
-        ({"guided_grammar": "start: nope"}, "guided_grammar", 'unknown name: "nope"'),
-        (
-            {"structured_outputs": {"structural_tag": "x"}},
-            "structured_outputs.structural_tag",
-            "cannot be read: it is not JSON: ",
-        ),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "give structures (begin, schema, end)"),
-        (
-            {"response_format": {"type": "structural_tag", "format": {}}},
-            "response_format.format",
-            "unknown field",
-        ),
-        (
-            {"response_format": {**TAGS, "triggers": ["<b"]}},
-            "response_format",
-            "'<a=x>' begins with none of the triggers",
-        ),
-        ({"response_format": {**TAGS, "triggers": ["<a=", "<"]}}, "response_format", "begins with another one, '<'"),
-        ({"response_format": {**TAGS, "triggers": ["<a=", "["]}}, "response_format", "'[' begins no tag"),
+        ({"json_schema": "{"}, "json_schema", "not JSON: Expecting property name"),
+        ({"json_schema": 3}, "json_schema", "the JSON schema is a int; give an object"),
+        ({"regex": "("}, "regex", "unclosed group"),
+        ({"regex": ""}, "regex", "is empty"),
+        ({"regex": "\ud800"}, "regex", "lone surrogate"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more texts"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice.0", "valid string"),
+        ({"structured_outputs": {"grammar": "start: nope"}}, "structured_outputs.grammar", 'unknown name: "nope"'),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown field"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type", "'json_schema'"),
+        ({"guided_json": TEXT}, "guided_json", "guided_json: use structured_outputs"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"ebnf": "root = 1"}, "ebnf", "Expected ::= at line 1"),
         ({"ebnf": 'a ::= "b"'}, "ebnf", "the ebnf grammar cannot be used: No 'root' rule"),
@@ -143,7 +117,6 @@ def test_what_is_wrong_is_said_and_where(drafting: Running, fields: dict[str, An
     "fields",
     [
         {"response_format": OPENAI},
-        {"guided_json": TEXT},
         {"structured_outputs": {"json": SCHEMA}, "temperature": 0.7, "n": 3},
         {"json_schema": TEXT, "temperature": 1.0, "seed": 4, "presence_penalty": 0.5, "logprobs": True},
     ],
@@ -173,7 +146,7 @@ def test_the_openai_client_streams_a_schema(drafting: Running, tiny: Tiny) -> No
 
 def test_other_forms_over_http(drafting: Running) -> None:
     for fields, texts in (
-        ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
         ({"regex": "(ab){3}"}, ("ababab",)),
         ({"ebnf": 'root ::= "x" [0-9] "y"'}, tuple(f"x{digit}y" for digit in range(10))),
     ):
@@ -197,32 +170,3 @@ def test_grammars_that_explode_are_refused_while_others_are_answered(drafting: R
         assert (future.result().status_code, error["param"]) == (400, "regex")
         assert "too complex" in error["message"]
         assert "bound repetitions lower" in error["message"]
-
-
-SMALL = '{"size": "small", "count": 3}'
-
-
-@pytest.mark.parametrize(
-    ("text", "allowed"),
-    [
-        ("no tag at all, <a but no trigger", True),
-        (f"Some. <a=x>{SMALL}</a> More, <a=y>true", True),
-        ("<a=y>false and then text", True),
-        ("Some. <a=z>", False),
-        ("Some. <a=x>true", False),
-        (f"Some. <a=x>{SMALL} and", False),
-        ('<a=x>{"size": "huge"', False),
-    ],
-)
-@pytest.mark.parametrize("as_text", [True, False])
-def test_tags_begin_at_triggers_and_hold_what_their_schemas_say(
-    tiny: Tiny, text: str, allowed: bool, as_text: bool
-) -> None:
-    fields: dict[str, Any] = {"response_format": TAGS}
-    if as_text:
-        fields = {"structured_outputs": {"structural_tag": json.dumps(TAGS)}}
-    grammar = grammar_of(ChatRequest(messages=USER, **fields))
-    assert grammar is not None
-    tokens = tiny.plain.tokenizer.encode(text, add_special_tokens=False)
-    rule = tiny.plain.grammars.rule(grammar)
-    assert (rule.num_allowed(tokens) == len(tokens)) == allowed

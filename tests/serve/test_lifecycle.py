@@ -155,7 +155,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         assert server.client.get("/health").status_code == 200
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead", "a request on its way"
         wait_until(lambda: not server.service.worker.is_alive)
-        swapped = server.service.worker.swap(tiny.drafter, {})
+        swapped = server.service.worker.swap(tiny.drafter)
         assert isinstance(swapped.exception(timeout=5), Stopped), "a reload does not wait for ever"
         for path in ("/health", "/ready"):
             assert server.client.get(path).status_code == 503

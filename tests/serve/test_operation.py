@@ -1,16 +1,10 @@
-"""Adapters by model name, deadlines of clients, rate limits, TLS, and the memory that is held."""
+"""Deadlines of clients, keys, and the memory that is held."""
 
-import shutil
-import ssl
-import subprocess
 import threading
-from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.conftest import TinyPair
-from tests.models.drafters.test_adapter import make_adapter
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import SamplingParams
 from volley.engine import capacity
@@ -18,29 +12,7 @@ from volley.engine.holdings import graph_bytes
 from volley.errors import ConfigError
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig
-from volley.serve.limits import RateLimit
 from volley.serve.service import Service
-
-
-def test_adapters_are_models_too(tiny: Tiny, tmp_path: Path) -> None:
-    make_adapter(tmp_path / "code", tiny.drafter)
-    want = tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=12)
-    with running(tiny.engine(policy="fixed"), adapters=(f"code={tmp_path / 'code'}",)) as server:
-        names = [card["id"] for card in server.client.get("/v1/models").json()["data"]]
-        assert names == [MODEL, f"{MODEL}:code"]
-        assert server.client.get(f"/v1/models/{MODEL}:code").json()["id"] == f"{MODEL}:code"
-        for path, body in (
-            ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12}),
-            ("responses", {"input": "Hello", "max_output_tokens": 12}),
-            ("completions", {"prompt": "Hello", "max_tokens": 12}),
-        ):
-            answer = server.post(path, {"model": f"{MODEL}:code", "temperature": 0, **body})
-            assert answer.status_code == 200
-            if path == "chat/completions":
-                assert answer.json()["choices"][0]["message"]["content"] == want, "an adapter changes no token"
-        response = server.post("completions", {"model": f"{MODEL}:prose", "prompt": "Hello"})
-        assert response.status_code == 404
-        assert f"'{MODEL}:code'" in response.json()["error"]["message"]
 
 
 def test_a_client_may_set_a_deadline(server: Running) -> None:
@@ -97,53 +69,6 @@ def test_load_balancers_may_ask_without_a_body(server: Running, path: str) -> No
     assert asked.content
 
 
-def test_a_bucket_empties_and_fills() -> None:
-    now = [0.0]
-    limit = RateLimit(120, clock=lambda: now[0])
-    assert [limit.wait("a") for _ in range(120)] == [0.0] * 120
-    assert limit.wait("a") == pytest.approx(0.5)
-    assert limit.wait("b") == 0, "each key has its own"
-    now[0] = 0.5
-    assert limit.wait("a") == 0
-    assert limit.wait("a") > 0
-    now[0] = 1000.0
-    assert [limit.wait("a") > 0 for _ in range(121)] == [False] * 120 + [True], "no more than a minute's is kept"
-
-
-@pytest.mark.slow
-def test_a_key_that_asks_too_often(tiny: Tiny, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
-    with running(tiny.engine(), api_key_file=keys, rate_limit=2) as server:
-
-        def ask(key: str) -> httpx.Response:
-            return server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
-
-        assert [ask("one").status_code for _ in range(3)] == [200, 200, 429]
-        refused = ask("one")
-        assert 1 <= int(refused.headers["retry-after"]) <= 30
-        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
-        assert ask("two").status_code == 200
-        assert ask("three").status_code == 401
-        assert server.client.get("/health").status_code == 200
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
-def test_https(tiny: Tiny, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    with running(tiny.engine(), tls_key_file=key, tls_cert_file=certificate) as server:
-        url = server.url.replace("http:", "https:")
-        context = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=context, timeout=60) as client:
-            assert client.get(f"{url}/v1/models").json()["data"][0]["id"] == MODEL
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{server.url}/health")
-
-
 def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
     held = {
         part: server.metrics()[f'volley:memory_bytes{{part="{part}"}}']
@@ -158,12 +83,7 @@ def test_the_memory_that_is_held(server: Running, tiny_pair: TinyPair) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"tls_key_file": Path("x")}, "needs both"),
-        ({"tls_key_file": Path("x"), "tls_cert_file": Path("y")}, "no file"),
-        ({"rate_limit": 0.0}, "more than 0"),
-        ({"adapters": ("code",)}, "NAME=FOLDER"),
-    ],
+    [],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -191,7 +191,7 @@ def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
 def test_what_the_model_calls_by_itself_is_found(client: OpenAI) -> None:
     """A random model calls nothing; an answer that a grammar dictates stands for one that does."""
     said = 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>'
-    extra = {"guided_choice": [said]}
+    extra = {"structured_outputs": {"choice": [said]}}
     answer = client.completions.create(model=MODEL, prompt="x", max_tokens=200, extra_body=extra)
     assert answer.choices[0].text == said, "a text completion has no calls"
     (choice,) = client.chat.completions.create(model=MODEL, messages=CHAT, extra_body=extra).choices

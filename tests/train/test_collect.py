@@ -265,18 +265,17 @@ def serve() -> Iterator[Callable[..., StubEndpoint]]:
         server.thread.join()
 
 
-def source_of(*servers: StubEndpoint, **options: Any) -> EndpointSource:
+def source_of(server: StubEndpoint, **options: Any) -> EndpointSource:
     options = {"backoff_seconds": 0.001, "concurrency": 4, **options}
-    return EndpointSource(tuple(server.url for server in servers), **options)
+    return EndpointSource(server.url, **options)
 
 
 def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: Path, serve: Any) -> None:
     failures = {1: 503, 2: 429, 5: -1, 7: 500}
     server = serve(lambda n, body: failures.get(n))
-    other = serve(lambda n, body: 502 if n < 3 else None)
     rows = [{"prompt": f"{i}"} for i in range(12)] + [{"turns": ["a", "b"]}]
     config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl", max_tokens=7, top_k=3)
-    source = source_of(server, other, api_key="secret", thinking=True)
+    source = source_of(server, api_key="secret", thinking=True)
     summary = collect(config, source)
     assert (summary.finished, summary.failed, summary.output_tokens) == (13, 0, 70)
     found = {row["messages"][0]["content"]: row for row in rows_of(config.out) if row["turn"] == row["turns"]}
@@ -284,8 +283,6 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     assert [m["content"] for m in found["a"]["messages"]] == ["a", "re: a", "b", "re: b"]
     row = found["3"]
     assert (row["model"], row["chat_template"], row["finish_reason"]) == ("stub-model", True, "length")
-    assert server.bodies
-    assert other.bodies
     body = server.bodies[0]
     assert (body["model"], body["max_tokens"], body["top_k"]) == ("stub-model", 7, 3)
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
@@ -346,64 +343,9 @@ def test_hopeless_endpoints_say_what_to_check(tmp_path: Path, serve: Any) -> Non
     with pytest.raises(ConfigError, match="serves a, b; say which with --model"):
         source_of(server)
     with pytest.raises(ConfigError, match="not a URL"):
-        EndpointSource(("localhost:8000",))
+        EndpointSource("localhost:8000")
     with pytest.raises(EndpointError, match="ConnectError"):
-        EndpointSource(("http://127.0.0.1:9/v1",), model="m", retries=0).run(make_jobs(config), lambda job: None)
-
-
-def test_requests_go_where_the_fewest_are(tmp_path: Path, serve: Any) -> None:
-    enough = threading.Event()
-    slow = serve(lambda n, body: None if enough.wait(60) else 500)
-    fast = serve(lambda n, body: enough.set() if n >= 50 else None)
-    rows = [{"prompt": f"{i}"} for i in range(60)]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
-    summary = collect(config, source_of(slow, fast, concurrency=2))
-    assert (summary.finished, summary.failed) == (60, 0)
-    assert len(slow.bodies) + len(fast.bodies) == 60
-    assert slow.bodies
-    assert len(fast.bodies) >= 50, "while the slow one was busy"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", [404, 503, -1])
-def test_an_endpoint_that_stops_answering_is_dropped_and_nothing_is_lost(
-    tmp_path: Path, serve: Any, failure: int
-) -> None:
-    good = serve(lambda n, body: time.sleep(0.002))
-    bad = serve(lambda n, body: None if n <= 3 else failure)
-    rows = [{"prompt": f"{i}"} for i in range(150)]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
-    warnings: list[str] = []
-    summary = collect(config, source_of(bad, good, warn=warnings.append))
-    assert (summary.finished, summary.failed) == (150, 0)
-    found = rows_of(config.out)
-    assert {row["messages"][0]["content"] for row in found} == {str(i) for i in range(150)}
-    (warning,) = warnings
-    assert warning.startswith(f"{bad.url} is asked no more: {bad.url}: ")
-    assert warning.endswith("; 1 left")
-    assert len(bad.bodies) < 40
-    good.script = lambda n, body: 503  # the last one is never dropped: it may come back, or the run ends
-    with pytest.raises(EndpointError):
-        collect(CollectConfig(prompts=config.prompts, out=tmp_path / "p.jsonl"), source_of(good, bad, retries=2))
-
-
-def test_an_endpoint_that_comes_back_is_asked_again(tmp_path: Path, serve: Any) -> None:
-    good, restarted = serve(lambda n, body: time.sleep(0.005)), serve(lambda n, body: 503 if n <= 2 else None)
-    rows = [{"prompt": f"{i}"} for i in range(100)]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
-    warnings: list[str] = []
-    collect(config, source_of(restarted, good, warn=warnings.append, concurrency=1))
-    assert warnings == []
-    assert len(restarted.bodies) > 10
-
-
-def test_a_first_endpoint_that_is_down_is_passed_over(tmp_path: Path, serve: Any) -> None:
-    server = serve()
-    warnings: list[str] = []
-    source = EndpointSource(("http://127.0.0.1:9/v1", server.url), backoff_seconds=0.001, warn=warnings.append)
-    assert source.name == "stub-model"
-    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "x"}),), out=tmp_path / "o.jsonl")
-    assert collect(config, source).finished == 1
+        EndpointSource("http://127.0.0.1:9/v1", model="m", retries=0).run(make_jobs(config), lambda job: None)
 
 
 @pytest.mark.slow

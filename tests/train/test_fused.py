@@ -5,8 +5,10 @@ import torch
 
 from tests import tiny
 from volley.models.drafters.drafter import Drafter, RMSNorm, rotate
-from volley.train.attention import Layout, attend_dense
+from volley.train.attention import Layout
 from volley.train.fused import _Norm, _Rotation, fuse, keep_freed_memory
+
+from .dense import attend_dense
 
 
 def test_norm_and_rotation_pass_gradcheck() -> None:

@@ -141,11 +141,11 @@ def test_resuming_another_run_is_refused(tiny_pair: TinyPair, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"soft_targets": 0.5, "window": 6}])
-def test_grouped_attention_trains_like_the_dense_reference(
+def test_grouped_attention_trains_like_the_masked_one(
     tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     found = []
-    for attention in ("dense", "grouped"):
+    for attention in ("sdpa", "grouped"):
         options = tiny_run(tiny_pair.target, tmp_path, attention=attention, out=str(tmp_path / attention), **changes)
         found.append(run(options))
     for name, tensor in found[0].items():
@@ -257,14 +257,13 @@ def test_a_block_depends_on_its_own_tokens_and_on_features_before_its_anchor_onl
 def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
     options = tiny_run(tiny_pair.target, tmp_path, max_steps=9, tokens_per_batch=150, log_steps=1, save_steps=2)
     single = run({**options, "out": str(tmp_path / "single")})
-    two, sharded = ({**options, "out": str(tmp_path / name), "fsdp": name == "sharded"} for name in ("two", "sharded"))
-    for process in [*start_nodes(two, two), *start_nodes(sharded, sharded)]:
+    two = {**options, "out": str(tmp_path / "two")}
+    for process in start_nodes(two, two):
         process.finish()
-    for out in (two["out"], sharded["out"]):
-        for name, tensor in single.items():
-            torch.testing.assert_close(weights(out)[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-        assert drafter_weights(Path(out)).keys() == drafter_weights(tmp_path / "single").keys()
-    killed = {**sharded, "out": str(tmp_path / "killed")}
+    for name, tensor in single.items():
+        torch.testing.assert_close(weights(two["out"])[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    assert drafter_weights(tmp_path / "two").keys() == drafter_weights(tmp_path / "single").keys()
+    killed = {**two, "out": str(tmp_path / "killed")}
     first, second = start_nodes(killed, killed, DIES_AFTER="step 4 ")
     first.die()
     second.kill()
@@ -272,7 +271,7 @@ def test_two_processes_train_what_one_does_and_go_on_when_killed(tiny_pair: Tiny
     assert saved == 2
     outputs = [process.finish() for process in start_nodes(killed, killed)]
     assert f"going on from step {saved}" in outputs[0]
-    assert_same(weights(tmp_path / "killed"), weights(sharded["out"]))
+    assert_same(weights(tmp_path / "killed"), weights(two["out"]))
 
 
 def test_nodes_that_share_no_files_are_refused(
@@ -304,7 +303,6 @@ def test_minutes_bound_a_run(tiny_pair: TinyPair, tmp_path: Path, monkeypatch: p
         ({"num_heads": 3, "num_kv_heads": 2}, ConfigError, "must be a multiple"),
         ({"target": "/nowhere"}, CheckpointError, "/nowhere is no folder here"),
         ({"data": ["/nowhere.jsonl"]}, InputError, "does not exist"),
-        ({"fsdp": True}, ConfigError, "torchrun"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_the_remedy(

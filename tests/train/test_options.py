@@ -30,8 +30,6 @@ NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
         ({"head": "residuel"}, "did you mean 'residual'"),
         ({"taps": "1,x"}, "give a count"),
         ({"taps": 0}, "tap at least one layer"),
-        ({"feature_server": "http://host/v1"}, "give both or neither"),
-        ({"feature_server": "http://host/v1", "feature_dir": "f", "taps": (-1,)}, "needs no feature_server"),
         ({"learning_rat": 1.0}, "did you mean 'learning_rate'"),
     ],
 )

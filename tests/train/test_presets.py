@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.models.gguf.files import random_model, write_model
+from volley import native
 from volley.errors import CheckpointError
-from volley.train.presets import FAMILIES, learning_rate_for, preset_for, read_preset
+from volley.train.presets import FAMILIES, learning_rate_for, preset_for, read_preset, training_dtype
 
 
 def test_a_published_shape_comes_out_of_its_targets_config() -> None:
@@ -49,3 +51,12 @@ def test_a_preset_is_derived_for_whatever_may_be_a_target(tmp_path: Path) -> Non
     assert read_preset("reference-diffusion").family == "Qwen3"
     with pytest.raises(CheckpointError, match=r"is no folder here; give one with config\.json, or a hub name"):
         read_preset(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(("width", "on_a_fast_cpu"), [(64, "float32"), (256, "bfloat16"), (1024, "bfloat16")])
+def test_products_are_in_the_faster_type(width: int, on_a_fast_cpu: str) -> None:
+    cpu = torch.device("cpu")
+    slow = "float32" if width <= 512 else "bfloat16"
+    assert training_dtype("auto", width, cpu) == getattr(torch, on_a_fast_cpu if native.has_dot_products else slow)
+    assert training_dtype("auto", width, torch.device("cuda")) == torch.bfloat16
+    assert training_dtype("float32", width, cpu) == torch.float32

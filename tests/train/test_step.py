@@ -21,7 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def test_each_layer_has_its_own_window(types: tuple[str, ...], bound: int | None) -> None:
     """Context reaches a block through the layers that see it, and through no other."""
     drafter = random_drafter(layer_types=types, sliding_window=WINDOW if SLIDING in types else None, block_size=BLOCK)
-    forward = BlockForward(drafter, "dense")
+    forward = BlockForward(drafter, "sdpa")
     torch.manual_seed(0)
     taps = torch.randn(1, LENGTH, drafter.fc.in_features)
     embeddings, positions = torch.randn(BLOCK, drafter.config.hidden_size), torch.arange(ANCHOR, ANCHOR + BLOCK)
@@ -45,5 +45,5 @@ def test_the_loss_caps_what_the_drafter_caps() -> None:
         SimpleNamespace(softcap=5.0, device=torch.device("cpu")),
     )
     config = TrainConfig(target="target", data=("data",), out="out", loss_decay="decay")
-    own = StepFunction(config, cast(FrozenTarget, target), shape, BlockForward(random_drafter(), "dense"))
+    own = StepFunction(config, cast(FrozenTarget, target), shape, BlockForward(random_drafter(), "sdpa"))
     assert (own.objective.softcap, own.objective.draft_softcap) == (5.0, 3.0)

@@ -15,7 +15,6 @@ from tests.conftest import TinyPair
 from tests.tiny import random_drafter
 from volley.cli import app
 from volley.errors import ConfigError, MismatchError, UnsupportedModelError
-from volley.files import REFERENCE
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.export import export
 from volley.vllm import launch
@@ -139,29 +138,6 @@ def test_wrong_pairs_and_wishes_are_refused_before_the_start(tiny_pair: TinyPair
     for policy in ("fixed:x", "fixed:1"):
         with pytest.raises(ConfigError, match="a block to draft has 2 or more tokens"):
             line(tiny_pair.target, "--drafter", tiny_pair.drafter, "--policy", policy)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_server_that_records(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    words = line(tiny_pair.target, "--record", tmp_path, "--record-final", "--port", 8001)
-    assert words[:5] == [*SERVER, str(tiny_pair.target)]
-    assert words[-2:] == ["--port", "8001"]
-    assert speculation(words)["model"] == "volley.vllm.Recorder"
-    told = json.loads(words[words.index("--additional-config") + 1])["volley"]
-    assert told == {"record": str(tmp_path), "taps": [1], "final": True}
-    assert {"--enforce-eager", "--no-enable-prefix-caching"} < set(words)
-    words = line(tiny_pair.target, "--record", tmp_path, "--taps", "0,2")
-    assert json.loads(words[words.index("--additional-config") + 1])["volley"]["taps"] == [0, 2]
-    assert str(REFERENCE / "target") in line("--record", tmp_path)
-    for wrong, message in [
-        (("--record", tmp_path, "--drafter", tiny_pair.drafter), "does not draft; leave out --drafter"),
-        (("--record", tmp_path, "--policy", "goodput"), "does not draft; leave out --policy"),
-        (("--record", tmp_path, "--draft-window", 9), "does not draft; leave out --draft-window"),
-        (("--taps", "0,2"), "give --record FOLDER"),
-        (("--record", tmp_path, "--taps", "0,9"), "layer 9 does not exist"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            line(tiny_pair.target, *wrong)
 
 
 @pytest.mark.usefixtures("installed")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from volley.bench.html import to_html
 from volley.bench.measure import Record, Runner, engine_runner, measure
 from volley.bench.report import Report, machine, to_markdown
 from volley.bench.tasks import PLAIN, SELF, BenchConfig, Case, name_of
@@ -121,7 +120,6 @@ def run_bench(
 
 
 def save(report: Report, folder: Path) -> None:
-    """Write ``report.json``, ``report.md`` and ``report.html``."""
+    """Write ``report.json`` and ``report.md``."""
     write_atomically(folder / "report.json", json.dumps(report.to_json(), indent=1, default=str) + "\n")
     write_atomically(folder / "report.md", to_markdown(report.summaries))
-    write_atomically(folder / "report.html", to_html(report))

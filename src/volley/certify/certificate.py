@@ -1,6 +1,5 @@
 """Run all checks on an engine or a server, and write the verdict to a file protected by a digest."""
 
-import html
 import itertools
 import json
 import platform
@@ -318,21 +317,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "unknown"
-
-
-def to_html(certificate: dict[str, Any]) -> str:
-    """Return the certificate as a self-contained HTML page."""
-    from volley.bench.html import facts_list, page
-
-    rows = "".join(_row(check) for check in certificate["checks"])
-    finding = f"<p class=warning>{html.escape(certificate['finding'])}</p>" if certificate["finding"] else ""
-    title = f"<h1>{html.escape(certificate['verdict'])}</h1>"
-    table = f"<table><tr><th>check</th><th></th><th>outcome</th><th>p</th></tr>{rows}</table>"
-    return page("volley certify", [title, finding, facts_list(certificate["subject"]), table])
-
-
-def _row(check: dict[str, Any]) -> str:
-    p_value = "" if check["p_value"] is None else format(check["p_value"], ".2g")
-    cells = [html.escape(check["name"]), check["outcome"], html.escape(check["detail"])]
-    mark = "" if check["passed"] else " class=warning"
-    return f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in [*cells, p_value]) + "</tr>"

@@ -35,12 +35,12 @@ class LoadOptions:
 
 @expand
 def bench(
-    config: BenchConfig,
+    config: Annotated[BenchConfig, Without("draft_tokens", "ignore_eos")],
     models: ModelOptions,
     decoding: Annotated[DecodingConfig, Without("policy", "block_size")],
     capacity: Capacity,
     load: LoadOptions,
-    out: Annotated[Path, typer.Option(help="Folder for report.json, report.md and report.html.")] = Path("bench"),
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.md.")] = Path("bench"),
 ) -> None:
     """Measure speculative against plain decoding, in turn, prompt by prompt. Ctrl-C keeps the results so far.
 

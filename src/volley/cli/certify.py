@@ -9,7 +9,7 @@ import typer
 
 from volley.certify.options import CertifyConfig
 from volley.errors import ConfigError
-from volley.files import make_folder, write_atomically
+from volley.files import make_folder
 from volley.options import Without, expand
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _DEFAULT_PROMPTS = (
 
 @expand
 def certify(
-    config: Annotated[CertifyConfig, Without("prompts_used")],
+    config: Annotated[CertifyConfig, Without("alpha", "prompts_used")],
     url: Annotated[str | None, typer.Argument(help="A server (http://host:8000/v1) instead of a pair here.")] = None,
     plain: Annotated[
         str | None, typer.Option(help="With a URL: a server of the same target that decodes plainly.")
@@ -45,14 +45,13 @@ def certify(
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of both models.")] = "float32",
     model: Annotated[str | None, typer.Option(help="With a URL: model to request; by default its first.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for certificate.json and certificate.html.")] = Path("certificate"),
+    out: Annotated[Path, typer.Option(help="Folder for certificate.json.")] = Path("certificate"),
 ) -> None:
     """Check that speculative output is the target's own: a verdict, a report, and exit code 1 unless it is found lossless.
 
     OPENAI_API_KEY holds a server's key.
     The subject is a pair here, a diffusion language model that drafts for itself, or any OpenAI-compatible server as a black box.
     """
-    from volley.certify.certificate import to_html
     from volley.prompts import load_prompts
 
     if url is not None and (target is not None or drafter is not None):
@@ -77,7 +76,6 @@ def certify(
     else:
         found = _certify_here(config, asked, target, drafter, dtype)
     found.write(out / "certificate.json")
-    write_atomically(out / "certificate.html", to_html(found.to_json()))
     verdict = f"{found.verdict}{f': {found.finding}' if found.finding else ''}"
     _say(f"{verdict}, after {found.seconds / 60:.1f} minutes; written to {out}/")
     if found.verdict != "lossless":

@@ -7,7 +7,7 @@ import typer
 
 from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.errors import ConfigError
-from volley.options import expand, on_command_line
+from volley.options import Without, expand, on_command_line
 from volley.train.collect import CollectConfig
 
 if TYPE_CHECKING:
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
 
 @expand
 def collect(
-    config: CollectConfig,
+    config: Annotated[CollectConfig, Without("samples")],
     models: ModelOptions,
     capacity: Capacity,
     endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine; may be repeated."),
+        str | None, typer.Option(help="OpenAI-compatible endpoint (http://host:8000/v1) instead of the engine.")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to request from the endpoint; by default its only one.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight at each endpoint.")] = 16,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight at the endpoint.")] = 16,
     raw: Annotated[
         bool, typer.Option("--raw", help="With --endpoint: send prompts as they are to /completions (a base model).")
     ] = False,
@@ -47,8 +46,8 @@ def collect(
             )
         from volley.train.endpoint import EndpointSource
 
-        key, warn = os.environ.get("OPENAI_API_KEY"), console.stderr().print
-        source = EndpointSource(tuple(endpoint), model, key, config.thinking, concurrency, warn=warn, raw=raw)
+        key = os.environ.get("OPENAI_API_KEY")
+        source = EndpointSource(endpoint, model, key, config.thinking, concurrency, raw=raw)
     else:
         if on_command_line("model") or on_command_line("raw"):
             raise ConfigError("--model and --raw are of an endpoint; give --endpoint, or a model here as --target")

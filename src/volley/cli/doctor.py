@@ -23,11 +23,6 @@ def doctor(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Temperature of the served requests.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size in service, anchor included.")] = None,
-    decode: Annotated[bool, typer.Option(help="Decode the prompts too: measure τ, and check the prefix cache.")] = True,
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="Server of the pair, volley's or vLLM's, whose acceptance by position is compared."),
-    ] = None,
     vllm: Annotated[
         bool,
         typer.Option("--vllm", help="Say instead what drafts in `vllm serve TARGET` in this environment, or why not."),
@@ -42,24 +37,17 @@ def doctor(
         return
     if drafter is None or not data:
         raise ConfigError("the doctor examines a drafter on answers; give --drafter and --data, or --vllm")
-    from volley.doctor.counters import read_counters
     from volley.doctor.diagnosis import Doctor
     from volley.engine.engine import Engine
 
-    counters = None if metrics is None else read_counters(metrics)
     physician = Doctor(
         target, drafter, data, temperature=temperature, block_size=block_size, say=partial(typer.echo, err=True)
     )
-    engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype) if decode else None
-    if engine is not None:
-        engine.procedures.write_causally()
-    found = physician.examine(engine, counters)
+    engine = Engine.from_pretrained(target, drafter=drafter, dtype=physician.target.dtype)
+    engine.procedures.write_causally()
+    found = physician.examine(engine)
     measured = "" if found.measured is None else f", {found.measured:.2f} measured"
     typer.echo(f"τ {found.expected:.2f} expected from {len(physician.documents)} answers{measured}")
-    if counters is not None:
-        curves = (counters.acceptance, physician.as_it_is.acceptance)
-        served, expected = (" ".join(f"{share:.2f}" for share in curve) for curve in curves)
-        typer.echo(f"kept by position: {served} served, {expected} expected")
     for finding in found.findings:
         typer.echo(f"{finding.name}: {finding.evidence}\n  remedy: {finding.remedy}")
     if found.findings:

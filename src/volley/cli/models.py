@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _REACHED_WITHIN = 5.0  # seconds
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Capacity = Annotated[CapacityConfig, Without("num_pages", "page_size")]
+Capacity = Annotated[CapacityConfig, Without("cuda_graphs", "num_pages", "num_states", "page_size")]
 """Capacity on the command line, where ``kv_mib`` sets the size of the K/V."""
 
 

@@ -7,8 +7,8 @@ from volley.options import Without, expand
 from volley.prompts import load_prompts
 from volley.train.options import PilotOptions
 
-INTERNAL = ("batch", "eval_share", "input", "layers", "learning_rate", "width")
-"""Settings that BlockPilot's ablations vary (``benchmarks/pilot.py``)."""
+INTERNAL = ("batch", "eval_share", "input", "labels", "layers", "learning_rate", "width")
+"""Settings for Python: BlockPilot's ablations vary most of them."""
 
 
 @expand

@@ -1,4 +1,4 @@
-"""Command ``volley serve``: serves pairs over HTTP."""
+"""Command ``volley serve``: serves a pair over HTTP."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,18 +7,30 @@ import typer
 
 from volley.cli.models import Capacity, ModelArgument, ModelOptions, load_engine, with_target
 from volley.config import DecodingConfig
-from volley.options import expand
+from volley.options import Without, expand
 from volley.recalibrate.options import RecalibrateConfig
 from volley.serve.config import ServeConfig
+
+PACE = (
+    "recalibrate_idle",
+    "recalibrate_learning_rate",
+    "recalibrate_nice",
+    "recalibrate_steps",
+    "recalibrate_tokens",
+    "reservoir_tokens",
+)
+"""Settings for Python: how a server recalibrates."""
+LIMITS = ("bare_calls", "receive_timeout", "shutdown_timeout")
+"""Settings of the server for Python."""
 
 
 @expand
 def serve(
-    config: ServeConfig,
+    config: Annotated[ServeConfig, Without(*LIMITS)],
     models: ModelOptions,
     decoding: DecodingConfig,
     capacity: Capacity,
-    recalibration: RecalibrateConfig,
+    recalibration: Annotated[RecalibrateConfig, Without(*PACE)],
     model: ModelArgument = None,
     engine: Annotated[
         Literal["volley", "vllm"],
@@ -28,20 +40,16 @@ def serve(
     """Serve a pair over HTTP with OpenAI's API; /dashboard shows its state."""
     assert engine == "volley"
     models = with_target(models, model)
-    from volley.serve.model_file import override, read_models
+    name = config.served_model_name or (
+        "volley-reference" if models.target is None else Path(models.target).resolve().name
+    )
+    loaded = load_engine(models, decoding, capacity)
+    from volley.serve.server import serve as run  # after load_engine, because this imports transformers too
+    from volley.serve.service import Service
 
-    usual = "volley-reference" if models.target is None else Path(models.target).resolve().name
-    described = read_models(config.models) if config.models else {config.served_model_name or usual: {}}
-    services = []
-    for name, options in described.items():
-        chosen, *sizes, own, learning = override(name, options, models, decoding, capacity, config, recalibration)
-        loaded = load_engine(chosen, *sizes)
-        from volley.serve.server import serve as run  # after load_engine, because this imports transformers too
-        from volley.serve.service import Service
+    service = Service(loaded, config, name)
+    if recalibration.recalibrate is not None:
+        from volley.recalibrate.companion import attach
 
-        services.append(Service(loaded, own, name))
-        if learning.recalibrate is not None:
-            from volley.recalibrate.companion import attach
-
-            attach(services[-1], loaded, learning, chosen.target)
-    run(services, config)
+        attach(service, loaded, recalibration, models.target)
+    run(service, config)

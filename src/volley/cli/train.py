@@ -9,15 +9,20 @@ from volley.train.options import TrainConfig
 
 INTERNAL = (
     "eval_max_tokens",
+    "eval_prompts",
+    "eval_share",
     "eval_steps",
     "gamma",
     "head_dim",
     "intermediate_size",
+    "keep_best",
     "num_heads",
     "num_kv_heads",
     "patience",
+    "rows_per_pass",
     "save_minutes",
     "save_steps",
+    "window",
 )
 """Settings for Python: presets, ``volley tune`` and tests choose them."""
 

@@ -10,7 +10,7 @@ from volley.tune.options import TuneConfig
 
 @expand
 def tune(config: TuneConfig) -> None:
-    """Tune a drafter to a model and its traffic: collect, choose, train, measure, certify, export, report.
+    """Tune a drafter to a model and its traffic: collect, train, measure, certify, export, report.
 
     Run again to resume after any stop. Every option can also come from the environment: VOLLEY_MAX_MINUTES=20. Exit code 1 if the
     pair's output was not found lossless.

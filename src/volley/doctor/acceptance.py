@@ -7,6 +7,7 @@ temperature, the result is the τ of decoding. Block verification, which the eng
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from volley.train.features import FrozenTarget
 from volley.train.step import BlockForward
 
 MOST_ANCHORS = 128
+AT_ONCE = 64
+"""Blocks computed at once."""
 UNLIKELY = -20.0
 """Log-probability of tokens missing from a reduced vocabulary."""
 
@@ -96,28 +99,61 @@ def walk(
 ) -> Walk:
     """Return the acceptance at every position. ``taps`` and ``mask`` replace the drafter's own; ``logits`` replaces its map
     from states ``[T, H]`` to logits ``[T, V]``."""
-    config, forward = drafter.config, BlockForward(drafter, "grouped")
-    result = Walk()
-    with Taps(target.model, config.target_layer_ids if taps is None else taps) as tapped:
+    forward, result = BlockForward(drafter, "grouped"), Walk()
+    with Taps(target.model, drafter.config.target_layer_ids if taps is None else taps) as tapped:
         for document in documents:
-            start, end = document.response_start, len(document)
-            anchors = list(range(start, min(end - 1, start + MOST_ANCHORS)))
-            ids = pad([document])
-            hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
-            features = tapped.take()
-            states, blocks = draft_states(forward, target, ids, features, anchors, mask)
-            found = draft_logits(drafter, target, states) if logits is None else logits(states)
-            valid, labels = blocks.valid[0], blocks.labels[0].flatten()
-            of_label = found.float().log_softmax(-1)[torch.arange(len(labels)), labels].clamp(min=UNLIKELY)
-            sums = (of_label.view(valid.shape) * valid).sum(-1) / valid.sum(-1)
-            result.losses += (-sums).tolist()
-            slots = found.view(len(anchors), config.block_size - 1, -1)
-            if temperature == 0:
-                chances = (slots.argmax(-1) == blocks.labels[0]).float()
-            else:
-                chances = _overlap(slots, target_logits(target, hidden[start : end - 1]), temperature)
-            result.chances.append(chances * blocks.valid[0])
+            text = read(tapped, target, document)
+            chances, losses = acceptance(forward, target, text, temperature, mask=mask, logits=logits)
+            result.chances.append(chances)
+            result.losses += losses
     return result
+
+
+class Reading(NamedTuple):
+    """A text ``ids [1, T]`` whose answer begins at ``start``, as the target read it: features ``[1, T, taps · H]`` and final
+    states ``hidden [T, H]``."""
+
+    ids: Tensor
+    start: int
+    features: Tensor
+    hidden: Tensor
+
+
+def read(tapped: Taps, target: FrozenTarget, document: Document) -> Reading:
+    """Run the target over a text, once for all drafters that tap the same layers."""
+    ids = pad([document]).to(target.device)
+    hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return Reading(ids, document.response_start, tapped.take(), hidden)
+
+
+def acceptance(
+    forward: BlockForward,
+    target: FrozenTarget,
+    text: Reading,
+    temperature: float,
+    *,
+    most: int = MOST_ANCHORS,
+    mask: int | None = None,
+    logits: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, list[float]]:
+    """Return a :class:`Walk`'s chances ``[n, B − 1]`` at the first ``most`` positions of the answer, and its losses ``[n]``."""
+    end = text.ids.shape[1]
+    last, parts, losses = min(end - 1, text.start + most), list[Tensor](), list[float]()
+    known = target_logits(target, text.hidden[text.start : end - 1]) if temperature else None
+    for first in range(text.start, last, AT_ONCE):
+        anchors = list(range(first, min(first + AT_ONCE, last)))
+        states, blocks = draft_states(forward, target, text.ids, text.features, anchors, mask)
+        found = draft_logits(forward.drafter, target, states) if logits is None else logits(states)
+        labels, valid = blocks.labels[0], blocks.valid[0]
+        of_label = found.float().log_softmax(-1).gather(1, labels.flatten()[:, None]).clamp(min=UNLIKELY)
+        losses += (-(of_label.view(valid.shape) * valid).sum(-1) / valid.sum(-1)).tolist()
+        slots = found.view(*labels.shape, -1)
+        if known is None:
+            kept = (slots.argmax(-1) == labels).float()
+        else:
+            kept = _overlap(slots, known[first - text.start :][: len(anchors) + labels.shape[1]], temperature)
+        parts.append((kept * valid).cpu())
+    return torch.cat(parts), losses
 
 
 def draft_states(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from volley.chat import own_template, template_digest
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
-from volley.doctor.counters import Counters
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import read_json
@@ -146,11 +145,8 @@ class Doctor:
         texts = self.documents if documents is None else documents
         return walk(drafter or self.drafter, self.target, texts, temperature=self.temperature or 0.0, **changes)
 
-    def examine(self, engine: Engine | None = None, counters: Counters | None = None) -> Examination:
-        """Return all findings, the likeliest first. ``engine`` runs the pair as it is served; without one nothing is decoded.
-
-        ``counters`` are those of a server of the pair.
-        """
+    def examine(self, engine: Engine | None = None) -> Examination:
+        """Return all findings, the likeliest first. ``engine`` runs the pair as it is served; without one nothing is decoded."""
         # A wrong setting makes other changes look good too: the change that helps most names the fault.
         suspects = [each for check in (self._head, self._taps, self._rotary, self._mask) for each in check()]
         likeliest = [min(suspects, key=lambda suspect: suspect[0])[1]] if suspects else []
@@ -169,8 +165,6 @@ class Doctor:
             self._say("decoding the prompts")
             measured = self._decode(engine)
             findings += self._prefix_cache(engine)
-        if counters is not None:
-            findings += self._served(counters)
         return Examination(findings, self.as_it_is.tau, measured)
 
     def _better(self, changed: Walk) -> bool:
@@ -375,19 +369,6 @@ class Doctor:
             engine.reconfigure(before)
         lengths = [length for result in results for length in result.stats.accepted_lengths]
         return sum(lengths) / max(1, len(lengths))
-
-    def _served(self, counters: Counters) -> Iterator[Finding]:
-        """Yield a finding if a server accepts fewer drafts than these answers predict, so that its setup differs."""
-        pairs = list(zip(counters.acceptance, self.as_it_is.acceptance, strict=False))  # n-gram drafts are longer
-        served, promised = (1 + sum(column) for column in zip(*pairs, strict=True))
-        if served * MUCH < promised:
-            curve = ", ".join(f"{own:.2f} of {hoped:.2f}" for own, hoped in pairs)
-            yield Finding(
-                "served acceptance",
-                f"the server keeps {curve} expected by position, over {counters.drafts} drafts",
-                "give answers to the prompts it serves as --data, at its --temperature; if nothing else is named then, compare "
-                "its target, drafter and chat template with these",
-            )
 
     def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
         """Compare the drafter's K/V of the same texts, computed and from the prefix cache."""

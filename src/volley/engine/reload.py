@@ -1,14 +1,11 @@
 """Replace the drafter while requests run."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from volley.engine.engine import Engine
 from volley.models.drafters.drafter import Drafter
 
 
-def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str | Path] | None = None) -> None:
-    """Draft with ``drafter`` and its ``adapters``, by name, from the next step on. If one is refused, nothing changes.
+def replace_drafter(engine: Engine, drafter: Drafter) -> None:
+    """Draft with ``drafter`` from the next step on. If it is refused, nothing changes. The old one's adapters are forgotten.
 
     Call this between two steps. Output does not change. Requests are prefilled again, as after a preemption, to make the new
     drafter's K/V. These reuse the old drafter's memory if the shapes are equal.
@@ -19,8 +16,6 @@ def replace_drafter(engine: Engine, drafter: Drafter, adapters: Mapping[str, str
     requests = [*scheduler.running, *scheduler.waiting]
     try:
         engine.use_drafter(drafter)
-        for name, folder in (adapters or {}).items():
-            engine.load_adapter(name, folder)
     except BaseException:
         if engine.runner is not runner:
             engine.runner.close()

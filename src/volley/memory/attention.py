@@ -1,8 +1,8 @@
 """Compute attention of a ragged batch to its pages, for every model and phase.
 
 All implementations have one signature, ``attend(batch, store, layer, queries, keys, values, options) -> [T, heads, d]``.
-``reference_attention`` is a plain loop. ``paged_attention`` groups segments of one shape into one call of PyTorch's fused
-kernel, reads a dense store in place if a request's pages are consecutive, and plans once per batch.
+``paged_attention`` groups segments of one shape into one call of PyTorch's fused kernel, reads a dense store in place if a
+request's pages are consecutive, and plans once per batch.
 """
 
 from collections.abc import Callable
@@ -85,39 +85,6 @@ def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor
     return torch.from_numpy(visible)
 
 
-def reference_attention(
-    batch: RaggedBatch,
-    store: KVStore,
-    layer: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Compute attention segment by segment in fp32; queries are ``[T, heads, d]``, keys and values ``[T, kv_heads, d]``."""
-    for segment, start in zip(batch.segments, batch.offsets, strict=False):
-        rows = slice(start, start + segment.length)
-        store.write(layer, segment.table.slots(segment.start, segment.end), keys[rows], values[rows])
-    output = torch.empty_like(queries)
-    groups = queries.shape[1] // keys.shape[1]
-    for segment, start in zip(batch.segments, batch.offsets, strict=False):
-        rows = slice(start, start + segment.length)
-        first = first_visible(segment, options.window, options.symmetric)
-        seen = store.extract(layer, segment.table, first, segment.end)
-        k, v = (x.float().repeat_interleave(groups, dim=1) for x in seen)
-        scores = torch.einsum("qhd,khd->hqk", queries[rows].float(), k) * options.scale
-        if options.softcap is not None:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
-        visible = visible_mask(segment, options.window, first, options.symmetric)
-        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
-        if options.sinks is not None:
-            sink = options.sinks.float()[:, None, None].expand(-1, segment.length, 1)
-            scores = torch.cat((scores, sink), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : len(k)]
-        output[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(output.dtype)
-    return output
-
-
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 _SHORT = 16  # segments up to this length may share a call if their lengths differ
@@ -167,7 +134,10 @@ def paged_attention(
     options: AttentionOptions,
     limits: GroupLimits = DEFAULT_LIMITS,
 ) -> Tensor:
-    """Compute :func:`reference_attention` fast. ``limits`` change only its speed."""
+    """Compute attention of ``queries [T, heads, d]`` to ``keys`` and ``values`` ``[T, kv_heads, d]`` and those stored before.
+
+    ``limits`` change only its speed.
+    """
     store.write(layer, write_slots(batch), keys, values)
     groups, taken, places = _grouped(batch, options, queries.dtype, keys[0].nbytes + values[0].nbytes, limits)
     queries = store.rotate(layer, queries)

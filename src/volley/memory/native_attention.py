@@ -20,7 +20,7 @@ def native_attention(
     values: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """Compute :func:`reference_attention`. A token's result is batch-invariant, bit for bit."""
+    """Compute :func:`paged_attention`. A token's result is batch-invariant, bit for bit."""
     if not (serves(store, options) and _is_regular(queries, keys, values)):
         return paged_attention(batch, store, layer, queries, keys, values, options)
     assert isinstance(store, DenseKVStore)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from volley.recalibrate.options import RecalibrateConfig
 from volley.recalibrate.reservoir import Reservoir
 from volley.recalibrate.state import BASE, Learnt, Standing
 from volley.serve.service import Service
-from volley.serve.worker import Job, Worker
+from volley.serve.worker import Job
 from volley.train.shape import check_ends
 
 log = logging.getLogger("volley.serve")
@@ -81,7 +81,6 @@ class Recalibrator:
             self.reservoir.close()
             raise
         self.figures.keeps(self.reservoir)
-        self._workers: list[Worker] = []
         self._waiting: queue.SimpleQueue[Kept | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="volley-reservoir", daemon=True)
         self._process: Process | None = None
@@ -148,7 +147,7 @@ class Recalibrator:
         """Train from ``drafter`` on, unless it cannot be trained or the disk refuses a copy."""
         async with self._changing:
             if self._engine.drafter is not drafter:  # a candidate replaced it meanwhile
-                await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
+                await asyncio.wrap_future(self._service.worker.swap(drafter))
             try:
                 check_drafter(drafter)
                 learnt = await asyncio.to_thread(self._find_learnt, drafter)
@@ -200,10 +199,8 @@ class Recalibrator:
             return ()
 
     # -- the training process, in the event loop -------------------------------------------------------------------------
-    async def start(self, services: Iterable[Service]) -> None:
-        self._workers = [service.worker for service in services]
-        for worker in self._workers:
-            worker.on_held.append(self._held)
+    async def start(self) -> None:
+        self._service.worker.on_held.append(self._held)
         self._writer.start()
         log.info("recalibrating", extra={"fields": {"requests": self.config.recalibrate_requests}})
         self._following = asyncio.create_task(self._follow())
@@ -277,11 +274,11 @@ class Recalibrator:
             )
 
     def _held(self, _: int = 0) -> None:
-        """Pause the process while any model of the server has requests, and for a while after."""
+        """Pause the process while the server has requests, and for a while after."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if any(worker.held for worker in self._workers):
+        if self._service.worker.held:
             self._signal(paused=True)
         elif self._is_paused:
             self._timer = self._service.worker.loop.call_later(self.config.recalibrate_idle, self._resume)
@@ -337,7 +334,7 @@ class Recalibrator:
         chosen = Standing(event["folder"], event["kind"], event["trained_until"], event["tau"])
         try:
             drafter = await asyncio.to_thread(self._load, chosen.folder)
-            await asyncio.wrap_future(self._service.worker.swap(drafter, {}))
+            await asyncio.wrap_future(self._service.worker.swap(drafter))
         except Exception as error:  # the old drafter still serves
             log.error("a candidate was refused; the old drafter stays", extra={"fields": {"reason": str(error)}})
             self.figures.failed.inc()
@@ -361,10 +358,6 @@ def _check(service: Service, engine: Engine, target: str) -> None:
     if isinstance(engine.target, ShardedTarget):
         raise ConfigError(
             "recalibration trains with a target in one process; leave out --recalibrate or --tensor-parallel"
-        )
-    if len(service.names) > 1:
-        raise ConfigError(
-            "adapters belong to one drafter, and --recalibrate replaces it; leave out --adapters or --recalibrate"
         )
     _check_memory(engine, drafter)
     if Path(target).suffix == ".gguf":

@@ -7,8 +7,6 @@ from typing import Literal
 
 from volley.errors import check_fields, names_unknown_fields, unknown_key
 
-UPDATES = ("full", "adapter")
-
 
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +22,11 @@ class RecalibrateConfig:
     reservoir_days: float = 30.0
     """Maximum days that a request is kept."""
     recalibrate_tokens: int = 4000
-    """Tokens of newly served answers that start a round of candidates."""
+    """Tokens of newly served answers that start a round, which trains a candidate."""
     recalibrate_steps: int = 600
     """Maximum training steps of a candidate; few answers are passed ten times."""
     recalibrate_learning_rate: float | None = None
     """Peak learning rate of a candidate; by default half of volley tune's initial one."""
-    recalibrate_updates: tuple[str, ...] = UPDATES
-    """Candidates of each round: full (all weights are trained) and adapter (a low-rank update, merged)."""
     recalibrate_nice: int = 19
     """Nice value of the training process: 19 takes only CPU time that no other process wants, 0 competes with them."""
     recalibrate_idle: float = 1.0
@@ -39,15 +35,11 @@ class RecalibrateConfig:
     def __post_init__(self) -> None:
         if self.recalibrate_requests not in ("all", "asked"):
             raise unknown_key("value of recalibrate_requests,", self.recalibrate_requests, ("all", "asked"))
-        for update in self.recalibrate_updates:
-            if update not in UPDATES:
-                raise unknown_key("kind of recalibrate_updates,", update, UPDATES)
         check_fields(self, *self._checks())
 
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         rate = self.recalibrate_learning_rate
         yield "recalibrate_learning_rate", rate is None or rate > 0, "more than 0, or left out"
-        yield "recalibrate_updates", bool(self.recalibrate_updates), "full, adapter or both"
         yield "recalibrate_nice", 0 <= self.recalibrate_nice <= 19, "between 0 and 19"
         yield "recalibrate_idle", self.recalibrate_idle >= 0, "0 or more"
         room = f"at least recalibrate_tokens, {self.recalibrate_tokens}, or no round is ever due"

@@ -54,7 +54,7 @@ def main(spec: dict[str, Any]) -> None:
     from volley.recalibrate.rounds import Recalibration
     from volley.train.features import FrozenTarget
     from volley.train.fused import keep_freed_memory
-    from volley.tune.trials import training_dtype
+    from volley.train.presets import training_dtype
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)

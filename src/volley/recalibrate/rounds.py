@@ -1,6 +1,6 @@
 """Rounds of training and judging, in the folder ``rounds/NUMBER``; a restarted process resumes its round.
 
-A round copies the answers it learns from, trains one candidate per kind of update, judges all drafters on the same answers and
+A round copies the answers it learns from, trains a candidate, judges all drafters on the same answers and
 writes ``verdict.json``. Between rounds the former drafters are judged again on answers served since; if one of them is better, it
 replaces the drafter that serves.
 """
@@ -20,7 +20,6 @@ import torch
 
 from volley.errors import ConfigError
 from volley.files import make_folder, read_json, write_atomically
-from volley.models.drafters.adapter import adapted
 from volley.models.drafters.drafter import Drafter
 from volley.recalibrate.gate import LEAST_ROWS, NEWEST_ROWS, choose_recent, judge_former, judge_shift
 from volley.recalibrate.options import RecalibrateConfig
@@ -31,7 +30,7 @@ from volley.train.features import FrozenTarget
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig
 from volley.train.parallel import Ranks
-from volley.train.presets import learning_rate_for, preset_for
+from volley.train.presets import preset_for
 from volley.train.step import Slots
 
 Event = dict[str, Any]
@@ -42,7 +41,6 @@ BATCH_TOKENS, BLOCKS = 512, 64
 """Maximum tokens of a training step, and blocks of an answer in it."""
 EPOCHS = 10
 """Maximum epochs of a round, because few answers are soon memorised."""
-RANK = 16
 RETELL_SECONDS = 60.0
 """Seconds after which a verdict that the server has not recorded is sent again."""
 TRAINED_ON = "train.jsonl"
@@ -55,8 +53,6 @@ class RoundPlan:
     number: int
     base: str
     """Fingerprint of the drafter that the server was given."""
-    init: str
-    """Folder of the drafter that adapters begin from."""
     until: int
     """Number of the last answer that it may learn from."""
     erased_at: int | None = None
@@ -144,9 +140,7 @@ class Recalibration:
         erased = erased_at(self.folder)  # read first, so that a later erasure is noticed
         found = entries(self.folder)
         chosen = choose_rows(found, RECENT * self.config.recalibrate_tokens, number)
-        learnt = self.learnt
-        init = next((one.folder for one in self._pending(learnt)), learnt.current.folder)
-        folder = self._round(number)
+        learnt, folder = self.learnt, self._round(number)
         make_folder(folder)
         rows = [
             {"prompt_token_ids": row.prompt, "response_token_ids": row.response, "temperature": row.temperature}
@@ -156,9 +150,9 @@ class Recalibration:
         if erased_at(self.folder) != erased:
             shutil.rmtree(folder)
             return False
-        plan = RoundPlan(number, learnt.base, init, max(entry.number for entry in found), erased)
+        plan = RoundPlan(number, learnt.base, max(entry.number for entry in found), erased)
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
-        self._clean({*learnt.in_use, init}, folder)
+        self._clean(learnt.in_use, folder)
         return True
 
     def _pending(self, learnt: Learnt) -> list[Standing]:
@@ -187,8 +181,7 @@ class Recalibration:
         try:
             self._check_base(plan)
             self._check_kept(plan)
-            made = [self._train(plan, kind) for kind in self.config.recalibrate_updates]
-            verdict = self._judge(plan, made)
+            verdict = self._judge(plan, self._train(plan))
             self._check_kept(plan)
         except Exception as error:  # any error would recur in the next attempt
             verdict = {"event": "failed", "round": number, "reason": f"{type(error).__name__}: {error}"}
@@ -202,33 +195,28 @@ class Recalibration:
         self._told, self._told_at = number, time.monotonic()
         self._tell(read_json(self._verdict(number)))
 
-    def _train(self, plan: RoundPlan, kind: str) -> Standing:
-        """Train a candidate in ``rounds/NUMBER/KIND``, with the run in ``run-KIND`` beside it.
+    def _train(self, plan: RoundPlan) -> Standing:
+        """Train a candidate in ``rounds/NUMBER/full``, with the run in ``run-full`` beside it.
 
-        A candidate that trains all weights begins from the drafter that the server was given. A drafter that learnt the same
-        answers before would learn less from them and do worse on others.
+        It begins from the drafter that the server was given. A drafter that learnt the same answers before would learn less from
+        them and do worse on others.
         """
-        folder, init = self._round(plan.number), self.folder / (BASE if kind == "full" else plan.init)
+        folder, kind = self._round(plan.number), "full"
         made = Standing(f"rounds/{folder.name}/{kind}", kind, plan.until)
         if (folder / kind / "model.safetensors").exists():
             return made
         config, target = self.config, self.target
-        if kind == "full":
-            preset = preset_for(target.text_config)
-            rate, optimizer = preset.learning_rate / 2, preset.optimizer
-        else:
-            rate, optimizer = learning_rate_for(target.text_config.hidden_size), "adamw"
+        preset = preset_for(target.text_config)
         options = TrainConfig(
             target=self.path,
             data=(str(folder / TRAINED_ON),),
             out=str(folder / f"run-{kind}"),
             eval_share=0.0,
             eval_prompts=0,
-            init=str(init),
-            keep_shape=kind == "full",
-            lora_rank=RANK if kind == "adapter" else None,
-            optimizer=optimizer,
-            learning_rate=config.recalibrate_learning_rate or rate,
+            init=str(self.folder / BASE),
+            keep_shape=True,
+            optimizer=preset.optimizer,
+            learning_rate=config.recalibrate_learning_rate or preset.learning_rate / 2,
             soft_targets=0.5,
             loss_decay="pace",
             tokens_per_batch=BATCH_TOKENS,
@@ -249,17 +237,15 @@ class Recalibration:
         except ConfigError:  # the server was restarted with other options
             shutil.rmtree(options.out)
             trainer = RoundTrainer(options, self.ranks, target, check)
-        product = trainer.run()
-        drafter = Drafter.from_pretrained(product if kind == "full" else init, torch.float32)
-        (adapted(drafter, product) if kind == "adapter" else drafter).save_pretrained(folder / kind)
+        Drafter.from_pretrained(trainer.run(), torch.float32).save_pretrained(folder / kind)
         return made
 
     # -- judging ---------------------------------------------------------------------------------------------------
-    def _judge(self, plan: RoundPlan, made: Sequence[Standing]) -> Event:
-        """Compare the best of the candidates and former drafters with the one that serves."""
+    def _judge(self, plan: RoundPlan, made: Standing) -> Event:
+        """Compare the best of the candidate and former drafters with the one that serves."""
         self._check_base(plan)
         learnt = self.learnt
-        others = [*made, *self._former(learnt)]
+        others = [made, *self._former(learnt)]
         best, event = self._compare(learnt, others)
         if best is None:
             event = {**event, "folder": learnt.current.folder, "gain": 0.0}

@@ -1,4 +1,4 @@
-"""FastAPI application: OpenAI-compatible routes around one or more :class:`Service` objects."""
+"""FastAPI application: OpenAI-compatible routes around a :class:`Service`."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import EXPECTED, JSON, ApiError, as_api_error, took_too_long
 from volley.serve.fields import first_problem
 from volley.serve.gate import Gate, Refused
-from volley.serve.models import Models
+from volley.serve.metrics import HttpMetrics, render
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import Dialect
 from volley.serve.responses import ResponsesRequest
@@ -61,24 +61,23 @@ _ERROR: dict[str, Any] = {
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503, 504), _ERROR)
 
 
-def create_app(models: Models, config: ServeConfig) -> FastAPI:
-    """Create the application. Its lifespan starts and stops the models' workers."""
+def create_app(service: Service, config: ServeConfig) -> FastAPI:
+    """Create the application. Its lifespan starts and stops the model's worker."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        for service in models:
-            service.worker.start(asyncio.get_running_loop())
-            for companion in service.companions:
-                await companion.start(models)
+        service.worker.start(asyncio.get_running_loop())
+        for companion in service.companions:
+            await companion.start()
         try:
             yield
         finally:
-            for service in models:
-                for companion in service.companions:
-                    await companion.stop()
-                await asyncio.to_thread(service.worker.stop)
+            for companion in service.companions:
+                await companion.stop()
+            await asyncio.to_thread(service.worker.stop)
 
-    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), models.http)]
+    http = HttpMetrics()
+    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)]
     if config.cors_origins:
         cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
@@ -92,9 +91,9 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
         responses=_ERRORS,
     )
     _handle_errors(app)
-    _add_routes(app, models, config)
-    _add_token_routes(app, models)
-    _add_status_routes(app, models)
+    _add_routes(app, service, config)
+    _add_token_routes(app, service)
+    _add_status_routes(app, service, http)
     static = StaticFiles(directory=Path(__file__).parent / "static", html=True)
     app.mount("/dashboard", static)
     for operations in app.openapi()["paths"].values():
@@ -106,11 +105,12 @@ def create_app(models: Models, config: ServeConfig) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
+def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     started = int(time.time())
 
     async def answer(body: T, request: Request, open_job: OpenJob[T]) -> Response:
-        service, timeout = models.find(body.model), _timeout(config, request)
+        timeout = _timeout(config, request)
+        service.check_name(body.model)
         if config.log_prompts:
             request.state.fields["body"] = body.model_dump(exclude_unset=True)
         started = time.monotonic()
@@ -147,19 +147,23 @@ def _add_routes(app: FastAPI, models: Models, config: ServeConfig) -> None:
     @app.post("/v1/messages/count_tokens", response_class=Response)
     async def count_tokens(body: CountRequest) -> Response:
         """Count the tokens of a conversation in the form of the Messages API."""
-        return JSON(await models.find(body.model).count_tokens(body))
+        return JSON(await service.count_tokens(body))
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the served models and the names that select one of their adapters."""
-        names = models.names
-        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # paging fields of Anthropic's API
-        return {"object": "list", "data": [models.find(name).card(name, started) for name in names], **page}
+        """List the served model."""
+        page = {
+            "has_more": False,
+            "first_id": service.model,
+            "last_id": service.model,
+        }  # paging fields of Anthropic's API
+        return {"object": "list", "data": [service.card(started)], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
     async def one_model(model: str) -> Response:
         """Return the model with this name."""
-        return JSON(models.find(model).card(model, started))
+        service.check_name(model)
+        return JSON(service.card(started))
 
 
 def _timeout(config: ServeConfig, request: Request) -> float:
@@ -177,42 +181,42 @@ def _timeout(config: ServeConfig, request: Request) -> float:
     return min(seconds, most)
 
 
-def _add_token_routes(app: FastAPI, models: Models) -> None:
+def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_class=Response)
     async def tokenize(body: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation."""
-        return JSON(await models.find(body.model).tokenize(body))
+        return JSON(await service.tokenize(body))
 
     @app.post("/detokenize", response_class=Response)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
-        return JSON(await models.find(body.model).detokenize(body))
+        return JSON(await service.detokenize(body))
 
     @app.get("/tokenizer_info", response_class=Response)
     async def tokenizer_info(model: str | None = None) -> Response:
         """Return the tokenizer's special tokens and chat template."""
-        return JSON(models.find(model).tokenizer_info())
+        service.check_name(model)
+        return JSON(service.tokenizer_info())
 
 
-def _add_status_routes(app: FastAPI, models: Models) -> None:
+def _add_status_routes(app: FastAPI, service: Service, http: HttpMetrics) -> None:
     @app.get("/ping", response_class=Response)
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        """Report liveness: 200 while any engine's thread is alive. Any other status means that the server must be restarted."""
-        stopped = ", ".join(models.stopped)
-        status = f"the engine of {stopped} has stopped" if stopped else "ok"
-        return JSON({"status": status}, 200 if models.is_alive else 503)
+        """Report liveness: 200 while the engine's thread is alive. Any other status means that the server must be restarted."""
+        is_alive = service.worker.is_alive
+        return JSON({"status": "ok" if is_alive else "the engine has stopped"}, 200 if is_alive else 503)
 
     @app.get("/ready", response_class=Response)
     async def ready() -> Response:
         """Report readiness: 200 while new requests are accepted."""
-        is_ready = models.is_alive and not models.draining
+        is_ready = service.worker.is_alive and not service.draining
         return JSON({"ready": is_ready}, 200 if is_ready else 503)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(models.metrics(), media_type="text/plain; version=0.0.4")
+        return Response(render(http, service.model, service.metrics), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

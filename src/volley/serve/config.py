@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +20,6 @@ class ServeConfig:
     """Address to listen on; 0.0.0.0 is every address of this machine."""
     port: int = 8000
     """Port to listen on; 0 lets the system choose."""
-    models: Path | None = None
-    """TOML file of several models: a table [models.NAME] each, with its own options; the others come from the command line."""
     served_model_name: str | None = None
     """Name that clients give as model; by default the target folder's."""
     answer_format: str = "auto"
@@ -36,14 +34,6 @@ class ServeConfig:
     api_key_file: Path | None = None
     """File of accepted API keys, one per line. Without it the variable VOLLEY_API_KEY holds one; without both, no key is
     required."""
-    rate_limit: float | None = None
-    """Requests per minute for each API key, or for all clients together if no keys are required. Further ones get 429."""
-    tls_cert_file: Path | None = None
-    """Certificate chain (PEM), to serve HTTPS; with --tls-key-file."""
-    tls_key_file: Path | None = None
-    """Private key (PEM) of the certificate."""
-    adapters: tuple[str, ...] = ()
-    """Adapters of the drafter, as NAME=FOLDER; clients select one with the model MODEL:NAME."""
     max_waiting: int = 256
     """Requests that may queue beside the running ones; further ones get 429."""
     request_timeout: float = 600.0
@@ -67,29 +57,8 @@ class ServeConfig:
             self,
             ("port", 0 <= self.port < 65536, "between 0 and 65535"),
             ("max_waiting", self.max_waiting >= 0, "0 or more"),
-            ("rate_limit", self.rate_limit is None or self.rate_limit > 0, "more than 0, or left out for none"),
             *((name, getattr(self, name) > 0, "more than 0") for name in positive),
         )
-        if self.models is not None and self.served_model_name is not None:
-            raise ConfigError("served_model_name names one model; with --models, the file names each")
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise ConfigError("TLS needs both tls_cert_file and tls_key_file; give both or neither")
-        for file in (self.tls_cert_file, self.tls_key_file):
-            if file is not None and not file.is_file():
-                raise ConfigError(f"{file} is no file; give the PEM files of a certificate and its key")
-        for adapter in self.adapters:
-            if not all(adapter.partition("=")):
-                raise ConfigError(f"the adapter {adapter!r} is not NAME=FOLDER")
-
-    @property
-    def is_ssl(self) -> bool:
-        """Return whether the server uses HTTPS."""
-        return self.tls_cert_file is not None
-
-
-OF_THE_SERVER = {field.name for field in fields(ServeConfig)} | {"threads"}
-OF_THE_SERVER -= {"adapters", "answer_format", "bare_calls", "chat_template", "generation_config", "max_waiting"}
-"""Options that belong to the whole server, not to one of several models."""
 
 
 class ApiKeys:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import re
 import time
 import uuid
@@ -15,7 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from volley.serve.config import ApiKeys, ServeConfig
 from volley.serve.errors import ANTHROPIC, ApiError, as_api_error
 from volley.serve.fields import IGNORED, ignored_names
-from volley.serve.limits import RateLimit
 from volley.serve.metrics import HttpMetrics
 
 log = logging.getLogger("volley.serve")
@@ -32,7 +30,6 @@ class Gate:
         self.config = config
         self.keys = keys
         self.metrics = metrics
-        self.limit = RateLimit(config.rate_limit) if config.rate_limit else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,7 +90,7 @@ class Gate:
         return key
 
     def _check_client(self, headers: Mapping[str, str]) -> str:
-        """Check the API key and its rate limit."""
+        """Check the API key."""
         key = ""
         if self.keys:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -106,11 +103,6 @@ class Gate:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        wait = self.limit.wait(key) if self.limit else 0.0
-        if wait:
-            message = f"more than {self.config.rate_limit:g} requests a minute; try again in {wait:.1f} s"
-            after = {"Retry-After": str(math.ceil(wait))}
-            raise ApiError(429, message, kind="requests", code="rate_limit_exceeded", headers=after)
         return key
 
     def _limited(self, receive: Receive) -> Receive:

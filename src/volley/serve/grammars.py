@@ -10,8 +10,6 @@ from volley.errors import ConfigError
 from volley.grammar import WHITESPACE, Grammar
 from volley.serve.errors import ApiError
 from volley.serve.fields import Strict
-from volley.serve.markers import Markers
-from volley.serve.structural_tags import Structure, grammar_of_tags, read_tags
 
 
 class _Part(Strict):
@@ -27,10 +25,8 @@ class JsonSchemaFormat(_Part):
 
 
 class ResponseFormat(_Part):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    structures: list[Structure] | None = Field(None, description="vLLM's: the tags of a structural_tag.")
-    triggers: list[str] | None = Field(None, description="vLLM's: texts that begin these tags.")
 
 
 class StructuredOutputs(_Part):
@@ -41,7 +37,6 @@ class StructuredOutputs(_Part):
     choice: list[str] | None = None
     grammar: str | None = Field(None, description="In Lark's notation, or in EBNF if it has `::=`.")
     json_object: bool | None = None
-    structural_tag: Any = Field(None, description="Structures and triggers, as an object or as text.")
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_fallback: bool = False
@@ -53,38 +48,30 @@ class GrammarFields(BaseModel):
 
     response_format: ResponseFormat | None = Field(None, description="OpenAI's.")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's.")
-    guided_json: Any = Field(None, description="vLLM's: a JSON schema, as an object or as text.")
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = Field(None, description="In Lark's notation, or in EBNF if it has `::=`.")
-    guided_json_object: bool | None = None
-    guided_whitespace_pattern: str | None = None
     json_schema: Any = Field(None, description="SGLang's: a JSON schema, as text or as an object.")
     regex: str | None = Field(None, description="SGLang's.")
     ebnf: str | None = Field(None, description="SGLang's.")
 
 
-def grammar_of(body: GrammarFields, markers: Markers | None = None) -> Grammar | None:
-    """Return the grammar that the answer must follow, or ``None``. Without ``markers`` no special token begins a tag.
-
-    Raises :class:`ApiError` (400) that names the field at fault.
-    """
+def grammar_of(body: GrammarFields) -> Grammar | None:
+    """Return the grammar that the answer must follow, or ``None``. Raises :class:`ApiError` (400) that names the field at
+    fault."""
     found = asked_for(body)
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise ApiError(400, f"{first} and {second} both say what the answer must be; give one of them", param=second)
     for field, kind, value, whitespace in found:
         try:
-            return _grammar(kind, value, whitespace, markers or Markers(None))
+            return _grammar(kind, value, whitespace)
         except ConfigError as error:
             raise ApiError(400, f"{field}: {error}", param=field) from None
     return None
 
 
-async def compile_grammar(grammars: Grammars, body: GrammarFields, markers: Markers) -> Grammar | None:
+async def compile_grammar(grammars: Grammars, body: GrammarFields) -> Grammar | None:
     """Compile a body's grammar outside the engine's thread, so that the engine finds it ready. Raises as :func:`grammar_of`
     does."""
-    grammar = grammar_of(body, markers)
+    grammar = grammar_of(body)
     if grammar is not None:
         try:
             await asyncio.to_thread(grammars.compile, grammar)
@@ -99,13 +86,7 @@ _Asked = tuple[str, str, Any, str]
 
 def asked_for(body: GrammarFields) -> list[_Asked]:
     """Return each field that is given: name, type of grammar, value and JSON white space."""
-    spaces = body.guided_whitespace_pattern or WHITESPACE
     fields: list[_Asked] = [
-        ("guided_json", "json_schema", body.guided_json, spaces),
-        ("guided_regex", "regex", body.guided_regex, ""),
-        ("guided_choice", "choice", body.guided_choice, ""),
-        ("guided_grammar", "grammar", body.guided_grammar, ""),
-        ("guided_json_object", "json_object", body.guided_json_object or None, spaces),
         ("json_schema", "json_schema", body.json_schema, WHITESPACE),
         ("regex", "regex", body.regex, ""),
         ("ebnf", "ebnf", body.ebnf, ""),
@@ -113,9 +94,6 @@ def asked_for(body: GrammarFields) -> list[_Asked]:
     if (form := body.response_format) is not None and form.type != "text":
         if form.type == "json_object":
             fields.append(("response_format", "json_object", True, WHITESPACE))
-        elif form.type == "structural_tag":
-            tags = {"structures": form.structures, "triggers": form.triggers}
-            fields.append(("response_format", "structural_tag", tags, ""))
         else:
             field = "response_format.json_schema"
             if form.json_schema is None:
@@ -130,12 +108,11 @@ def asked_for(body: GrammarFields) -> list[_Asked]:
             ("structured_outputs.choice", "choice", outputs.choice, ""),
             ("structured_outputs.grammar", "grammar", outputs.grammar, ""),
             ("structured_outputs.json_object", "json_object", outputs.json_object or None, spaces),
-            ("structured_outputs.structural_tag", "structural_tag", outputs.structural_tag, ""),
         ]
     return [field for field in fields if field[2] is not None]
 
 
-def _grammar(kind: str, value: Any, whitespace: str, markers: Markers) -> Grammar:
+def _grammar(kind: str, value: Any, whitespace: str) -> Grammar:
     match kind:
         case "json_schema":
             return Grammar.json_schema(value, whitespace=whitespace)
@@ -147,6 +124,4 @@ def _grammar(kind: str, value: Any, whitespace: str, markers: Markers) -> Gramma
             return Grammar.choice(value)
         case "ebnf":
             return Grammar.ebnf(value)
-        case "structural_tag":
-            return grammar_of_tags(read_tags(value), markers)
     return Grammar.ebnf(value) if "::=" in value else Grammar.lark(value)

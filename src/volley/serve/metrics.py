@@ -191,13 +191,13 @@ class HttpMetrics:
         )
 
 
-def render(http: HttpMetrics, models: Mapping[str, Metrics]) -> bytes:
-    """Return Prometheus' text format. Each engine's metrics carry its model's name as the label ``model_name``."""
+def render(http: HttpMetrics, model: str, metrics: Metrics) -> bytes:
+    """Return Prometheus' text format. The engine's metrics carry the model's name as the label ``model_name``."""
     families: dict[str, Metric] = {}
-    for name, metrics in models.items():
-        for family in metrics.registry.collect():
-            kept = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            kept.samples += [own._replace(labels={"model_name": name, **own.labels}) for own in family.samples]
+    for family in metrics.registry.collect():
+        named = Metric(family.name, family.documentation, family.type)
+        named.samples = [own._replace(labels={"model_name": model, **own.labels}) for own in family.samples]
+        families[family.name] = named
     copies = [_as_vllms(families[name]) for name in _VLLMS_TOO if name in families]
     return generate_latest(_Collected([*families.values(), *copies, *http.registry.collect()]))
 

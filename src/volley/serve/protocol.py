@@ -21,12 +21,15 @@ StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
+_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex")
+"""Names that vLLM gave the parts of ``structured_outputs`` before."""
 _OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "best_of": (1,),
     "cache_salt": (),
     "ec_transfer_params": (),
+    **dict.fromkeys(_GUIDED, ()),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
@@ -138,7 +141,9 @@ class Diffusion(Strict):
 class _Request(Body, Sampling, GrammarFields):
     """Fields of both completion endpoints."""
 
-    without_effect: ClassVar = ("guided_decoding_backend", *OPENAI_WITHOUT_EFFECT)
+    remedies: ClassVar[dict[str, str]] = dict.fromkeys(_GUIDED, "use structured_outputs")
+
+    without_effect: ClassVar = ("guided_decoding_backend", "guided_whitespace_pattern", *OPENAI_WITHOUT_EFFECT)
     instead_of_streaming: ClassVar = "set stream to false"
     """Advice in the error for streams that request ``prompt_logprobs``."""
 
@@ -226,6 +231,7 @@ class ChatRequest(_Request, Tools, Reasoning):
         "web_search_options": (),
     }
     remedies: ClassVar[dict[str, str]] = {
+        **_Request.remedies,
         "chat_template": "start the server with --chat-template",
         "function_call": "use tool_choice",
         "functions": "use tools",

@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from types import FrameType
 
 import h11
@@ -17,7 +16,6 @@ from volley.errors import ParallelError
 from volley.serve import logs
 from volley.serve.app import create_app
 from volley.serve.config import ApiKeys, ServeConfig
-from volley.serve.models import Models
 from volley.serve.service import Service
 
 log = logging.getLogger("volley.serve")
@@ -62,9 +60,9 @@ class PatientProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """Server that refuses new requests and finishes running ones on the first signal, and stops at once on the second."""
 
-    def __init__(self, services: Sequence[Service], config: ServeConfig) -> None:
-        self.models = Models(services)
-        app = create_app(self.models, config)
+    def __init__(self, service: Service, config: ServeConfig) -> None:
+        self.service = service
+        app = create_app(service, config)
         self._shutdown_timeout = config.shutdown_timeout
         self.address = (config.host, config.port)
         """Address of the server, final once :attr:`listening` is set."""
@@ -83,8 +81,6 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                ssl_certfile=config.tls_cert_file,
-                ssl_keyfile=config.tls_key_file,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_SEND_OFF_SECONDS,
             )
@@ -97,46 +93,42 @@ class Server(uvicorn.Server):
                 asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.reload)
             self.address = self.servers[0].sockets[0].getsockname()[:2]
             self.listening.set()
-            url = "{}://{}:{}".format("https" if self.config.is_ssl else "http", *self.address)
-            for service in self.models:
-                limit = {} if service.most_tokens is None else {"max_tokens": service.most_tokens}
-                sampling = {"sampling": service.sampling | limit}
-                log.info(
-                    "listening", extra={"fields": {"url": url, "model": service.model, **sampling, **service.memory}}
-                )
+            url = "http://{}:{}".format(*self.address)
+            service = self.service
+            limit = {} if service.most_tokens is None else {"max_tokens": service.most_tokens}
+            sampling = {"sampling": service.sampling | limit}
+            log.info("listening", extra={"fields": {"url": url, "model": service.model, **sampling, **service.memory}})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.models.draining:
+        if self.service.draining:
             self.should_exit = self.force_exit = True
         self.drain()
 
     def reload(self) -> None:
-        """Reload the drafters of all models from their folders, and log an error for each model without one."""
-        for service in [own for own in self.models if own.has_drafter_files] or self.models:
-            self._reloading.append(asyncio.create_task(service.reload_drafter()))
+        """Reload the drafter from its folder. Without one, log an error."""
         self._reloading = [task for task in self._reloading if not task.done()]
+        self._reloading.append(asyncio.create_task(self.service.reload_drafter()))
 
     def drain(self) -> None:
         """Accept no new requests. Stop when running requests have ended or the time limit is over."""
-        self.models.drain()
+        self.service.draining = True
         self._drain_until = self._drain_until or time.monotonic() + self._shutdown_timeout
 
     async def on_tick(self, counter: int) -> bool:
-        if any(isinstance(service.worker.fatal, ParallelError) for service in self.models):
+        if isinstance(self.service.worker.fatal, ParallelError):
             self.should_exit = True  # the other ranks end with this process; torchrun may restart all
-        if self.models.draining:
+        if self.service.draining:
             late = time.monotonic() > self._drain_until
             if late:
-                for service in self.models:
-                    service.worker.stop_soon()
-            if late or self.models.held == 0:
+                self.service.worker.stop_soon()
+            if late or self.service.held == 0:
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
-def serve(services: Sequence[Service], config: ServeConfig) -> None:
+def serve(service: Service, config: ServeConfig) -> None:
     """Serve until a signal ends it."""
     logs.configure()
     if config.host not in ("127.0.0.1", "::1", "localhost") and not ApiKeys.load(config.api_key_file):
         log.warning("no API keys are set: anyone who can reach this address can use the server")
-    Server(services, config).run()
+    Server(service, config).run()

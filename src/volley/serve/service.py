@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from volley.decode.thinking import Spelt, ThinkingBudget
 from volley.engine.engine import Engine
 from volley.engine.holdings import memory_of
 from volley.engine.start import warm_up
-from volley.errors import ConfigError, VolleyError
+from volley.errors import ConfigError, VolleyError, did_you_mean
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.sampling_defaults import sampling_defaults
@@ -25,7 +25,7 @@ from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
-from volley.serve.markers import Markers, special_tokens
+from volley.serve.markers import special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
 from volley.serve.parsing import AnswerParser
@@ -53,10 +53,7 @@ def memory(engine: Engine) -> dict[str, float]:
 class Companion(Protocol):
     """Task that runs beside a service in the server's event loop, as long as the server runs."""
 
-    async def start(self, services: "Iterable[Service]") -> None:
-        """Start the task. ``services`` are all services of the server."""
-        ...
-
+    async def start(self) -> None: ...
     async def stop(self) -> None: ...
 
 
@@ -66,9 +63,6 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, model: str) -> None:
         self.config = config
         self.model = model
-        self._adapters = dict(adapter.split("=", 1) for adapter in config.adapters)
-        for name, folder in self._adapters.items():
-            engine.load_adapter(name, folder)
         graphs, seconds = warm_up(engine)
         holds = engine.snapshot()
         self.metrics = Metrics(holds.num_pages, memory_of(engine))
@@ -91,21 +85,16 @@ class Service:
         """Sampling parameters for fields that a request omits."""
         self.most_tokens: int | None = chosen.get("max_tokens")
         """Maximum tokens of a chat answer without its own limit; ``None``: as many as fit the context."""
-        self._spelling, self._markers = Spelling(engine.tokenizer), Markers(engine.tokenizer)
+        self._spelling = Spelling(engine.tokenizer)
         self._longest_token = max(map(len, engine.tokenizer.get_vocab()))
         engine.encode("a")  # initialises the tokenizer's options before the worker decodes
 
-    @property
-    def has_drafter_files(self) -> bool:
-        """Return whether the drafter came from a folder that :meth:`reload_drafter` can read."""
-        return self._engine.drafter_source is not None
-
     async def reload_drafter(self) -> bool:
-        """Reload the drafter and its adapters while requests continue. Return whether the new one was accepted."""
+        """Reload the drafter while requests continue. Return whether the new one was accepted."""
         fields = {"model": self.model}
         try:
             drafter = await asyncio.to_thread(self._load_drafter)
-            await asyncio.wrap_future(self.worker.swap(drafter, self._adapters))
+            await asyncio.wrap_future(self.worker.swap(drafter))
         except Exception as error:  # after any failure the old drafter is still in place
             self.metrics.reloads.labels("refused").inc()
             log.error("a drafter was refused; the old one stays", extra={"fields": fields | {"reason": str(error)}})
@@ -161,7 +150,7 @@ class Service:
         )
 
     async def count_tokens(self, body: CountRequest) -> dict[str, int]:
-        self._check(body.model)
+        self.check(body.model)
         chat = self._as_chat(body)
         prompt = await asyncio.to_thread(self._render, chat)
         (token_ids,) = await self._encode([prompt], "messages", special=not self._template_of(chat).text)
@@ -182,7 +171,8 @@ class Service:
 
         An answer without its own limit has at most ``most`` tokens, or as many as fit the context.
         """
-        adapter, template = self._check(body.model), self._template_of(body)
+        self.check(body.model)
+        template = self._template_of(body)
         form = self._form_of(body, template)
         self.worker.check_room()  # a full server does no preparation
         prompt = await asyncio.to_thread(self._render, body)
@@ -193,7 +183,6 @@ class Service:
         if asked is None:
             room = max(1, self._engine.room(len(token_ids), params))
             params = replace(params, max_tokens=min(room, most or self.most_tokens or room))
-        params = replace(params, draft_adapter=adapter)
         parsers: list[AnswerParser] = []
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
@@ -202,7 +191,7 @@ class Service:
             parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
-        grammar = await compile_grammar(self._engine.grammars, body, self._markers)  # errors name a field
+        grammar = await compile_grammar(self._engine.grammars, body)  # errors name a field
         params = replace(params, grammar=grammar)
         params = await self._bind(params, body, form, parsers[0] if parsers else None)
         params = self._held_open(params, body.min_tokens)
@@ -303,15 +292,13 @@ class Service:
         return replace(params, grammar=grammar, rules=(*params.rules, budget))
 
     async def complete(self, body: CompletionRequest, client: str = "") -> tuple[Job, Dialect]:
-        adapter = self._check(body.model)
+        self.check(body.model)
         self.worker.check_room()
         prompts = await self._encode(body.prompts, "prompt")
         for prompt in prompts:
             self._check_length(prompt, body.max_tokens, "prompt")
-        grammar = await compile_grammar(self._engine.grammars, body, self._markers)
-        params = replace(
-            body.sampling(body.max_tokens, body.logprobs, self.sampling), draft_adapter=adapter, grammar=grammar
-        )
+        grammar = await compile_grammar(self._engine.grammars, body)
+        params = replace(body.sampling(body.max_tokens, body.logprobs, self.sampling), grammar=grammar)
         params = self._held_open(params, body.min_tokens)
         choices = [(prompt, params.for_choice(choice)) for prompt in prompts for choice in range(body.n)]
         echoes: list[Echo] = []
@@ -339,22 +326,27 @@ class Service:
         first = self.spell(token_ids[0]) if is_special else ""
         return Echo(text, token_ids, 0 if text.startswith(first) else len(first))
 
-    def _check(self, model: str | None) -> str | None:
-        """Check that requests are accepted, and return the adapter that the model's name selects."""
+    def check(self, model: str | None) -> None:
+        """Refuse a request for another model, or one that comes too late."""
+        self.check_name(model)
         if self.draining:
             raise shutting_down(self.config.shutdown_timeout)
         if not self.worker.is_alive:
             raise engine_dead()
-        return self.adapter_of(model)
+
+    def check_name(self, model: str | None) -> None:
+        """Refuse a name that is not the model's."""
+        if model is not None and model != self.model:
+            hint = did_you_mean(model, [self.model])
+            message = f"the model {model!r} does not exist; this server has {self.model!r}" + (
+                f"; {hint}" if hint else ""
+            )
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
-    def names(self) -> list[str]:
-        """Return the names that clients may give as model. Adapters are missing briefly while the drafter is replaced."""
-        return [self.model, *(f"{self.model}:{adapter}" for adapter in sorted(self._adapters))]
-
-    def adapter_of(self, model: str | None) -> str | None:
-        """Return the adapter that one of :attr:`names` selects."""
-        return None if model is None or model == self.model else model.removeprefix(f"{self.model}:")
+    def held(self) -> int:
+        """Return the number of accepted requests that have not ended."""
+        return self.preparing + self.worker.held
 
     def _check_length(self, prompt: Sequence[int], asked: int | None, field: str) -> None:
         """Refuse a prompt that leaves too little of the context for the requested tokens, or for one token."""
@@ -399,7 +391,7 @@ class Service:
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Return token ids of a text or a conversation in vLLM's form."""
-        self._check(body.model)
+        self.check(body.model)
         is_chat, tokenizer = body.messages is not None, self._engine.tokenizer
         own = not (is_chat and self._template_of(body).text)  # a template writes special tokens itself
         special = own if body.add_special_tokens is None else body.add_special_tokens
@@ -415,7 +407,7 @@ class Service:
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of token ids."""
-        self._check(body.model)
+        self.check(body.model)
         if body.tokens:
             await asyncio.to_thread(self._encode_one, body.tokens, "tokens")  # refuses ids that are no tokens
         return {"prompt": await asyncio.to_thread(self.decode, body.tokens)}
@@ -435,17 +427,17 @@ class Service:
         """Return the text of one token within a sequence."""
         return self._spelling.one(token_id)
 
-    def card(self, name: str, created: int) -> dict[str, Any]:
-        """Return a model as ``/v1/models`` lists it, with the fields of OpenAI's and Anthropic's APIs."""
+    def card(self, created: int) -> dict[str, Any]:
+        """Return the model as ``/v1/models`` lists it, with the fields of OpenAI's and Anthropic's APIs."""
         return {
-            "id": name,
+            "id": self.model,
             "object": "model",
             "created": created,
             "owned_by": "volley",
             "type": "model",
-            "display_name": name,
+            "display_name": self.model,
             "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
-            "root": str(self._engine.target.model.config._name_or_path or name),
+            "root": str(self._engine.target.model.config._name_or_path or self.model),
             "max_model_len": self.max_model_len,
             **({"diffusion": True} if self._engine.target.diffusion is not None else {}),
         }

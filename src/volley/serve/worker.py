@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -116,10 +116,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Swap:
-    """Replacement for the engine's drafter, with its adapters' folders by name."""
+    """Replacement for the engine's drafter."""
 
     drafter: Drafter
-    adapters: Mapping[str, str]
     done: "Future[None]" = field(default_factory=Future)
 
 
@@ -193,9 +192,9 @@ class Worker:
         """Abort the requests of a job that still run, if any."""
         self._inbox.put(("abort", job))
 
-    def swap(self, drafter: Drafter, adapters: Mapping[str, str]) -> "Future[None]":
+    def swap(self, drafter: Drafter) -> "Future[None]":
         """Replace the drafter between two steps. The future resolves then, or holds the error that kept the old drafter."""
-        swap = Swap(drafter, adapters)
+        swap = Swap(drafter)
         with self._end_of_inbox:
             if self._has_ended:
                 swap.done.set_exception(self._stopped())
@@ -273,7 +272,7 @@ class Worker:
         if not swap.done.set_running_or_notify_cancel():  # nobody waits for it any more
             return
         try:
-            replace_drafter(self.engine, swap.drafter, swap.adapters)
+            replace_drafter(self.engine, swap.drafter)
             swap.done.set_result(None)
         except Exception as error:
             swap.done.set_exception(error)

@@ -1,8 +1,8 @@
 """Attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
 
-Four implementations of the one rule in ``Layout.allowed``: ``dense`` (an explicit mask over all keys: slow, the reference),
-``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's attention with a mask for each document, for GPUs) and ``flex``
-(FlexAttention's sparse kernel, which is compiled first: for long trainings with many blocks of long documents).
+Three implementations of the one rule in ``Layout.allowed``: ``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's
+attention with a mask for each document, for GPUs) and ``flex`` (FlexAttention's sparse kernel, which is compiled first: for long
+trainings with many blocks of long documents).
 """
 
 import math
@@ -59,13 +59,6 @@ class Layout:
         in_block = (key >= context_rows) & ((key - context_rows) // self.block_size == block)
         return in_context | in_block
 
-    def dense_mask(self) -> Tensor:
-        """``[D·A·B, D·S + D·A·B]`` bool."""
-        queries = self.anchors.numel() * self.block_size
-        device = self.anchors.device
-        query = torch.arange(queries, device=device)[:, None]
-        return self.allowed(query, torch.arange(self.documents * self.length + queries, device=device)[None])
-
     def context_mask(self) -> Tensor:
         """``[D, A, S]`` bool: the context part of the rule by document, true where hidden."""
         position = torch.arange(self.length, device=self.anchors.device)
@@ -73,22 +66,6 @@ class Layout:
         if self.window is not None:
             hidden |= position < self.anchors[..., None] - self.window
         return hidden
-
-
-def attend_dense(layout: Layout, context: Context) -> Attend:
-    """The reference: one boolean mask over all documents and blocks."""
-    mask = layout.dense_mask()
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        context_keys, context_values = context[layer]
-        group = queries.shape[1] // keys.shape[1]
-        all_keys = torch.cat([context_keys, keys]).repeat_interleave(group, 1)
-        all_values = torch.cat([context_values, values]).repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", queries, all_keys).float() / math.sqrt(queries.shape[-1])
-        probs = scores.masked_fill(~mask, -math.inf).softmax(-1).to(queries.dtype)
-        return torch.einsum("hqk,khd->qhd", probs, all_values)
-
-    return attend
 
 
 def attend_grouped(layout: Layout, context: Context) -> Attend:
@@ -254,7 +231,6 @@ def _flex_kernel() -> Callable[..., Any]:
 
 
 ATTENTION: dict[str, Callable[[Layout, Context], Attend]] = {
-    "dense": attend_dense,
     "grouped": attend_grouped,
     "sdpa": attend_sdpa,
     "flex": attend_flex,

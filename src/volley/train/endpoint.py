@@ -1,12 +1,7 @@
-"""Answers from OpenAI-compatible endpoints. A request goes to the endpoint with the fewest requests in flight.
-
-A request that fails is tried again after a while, on another endpoint if there is one. An endpoint that fails again and again
-is dropped while others are left; these take over its requests, so none is lost.
-"""
+"""Answers from an OpenAI-compatible endpoint. A request that fails is tried again after a while."""
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,34 +14,23 @@ from volley.train.collect import Answer, CollectJob, check_single
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_PROMPT = {400, 413, 422}
 _REFUSALS_BEFORE_GIVING_UP = 8
-_FAILURES_BEFORE_DROPPING = 4
 
 
 class _PromptRefused(Exception):
-    """The endpoint will never answer this prompt; others may fare better."""
-
-
-@dataclass
-class _Endpoint:
-    url: str
-    in_flight: int = 0
-    failures: int = 0
-    """Consecutive failures; simultaneous requests that fail count once."""
-    rests_until: float = 0.0
-    """Before this time the endpoint is used only if all others rest too."""
+    """The endpoint will never answer this prompt."""
 
 
 @dataclass
 class EndpointSource:
-    """Chat completions over HTTP. ``urls`` end where ``/chat/completions`` begins (``http://host:8000/v1``)."""
+    """Chat completions over HTTP. ``url`` ends where ``/chat/completions`` begins (``http://host:8000/v1``)."""
 
-    urls: tuple[str, ...]
+    url: str
     model: str | None = None
-    """Model to request; by default the first endpoint's. All must serve the same."""
+    """Model to request; by default the endpoint's only one."""
     api_key: str | None = None
     thinking: bool | None = None
     concurrency: int = 16
-    """Requests in flight at each endpoint."""
+    """Requests in flight."""
     retries: int = 6
     backoff_seconds: float = 1.0
     """Wait before the first retry; doubles with each, with jitter, up to a minute."""
@@ -57,20 +41,14 @@ class EndpointSource:
     """Send prompts as they are to ``/completions``: for a base model, which has no chat template."""
     refusals: list[str] = field(init=False, default_factory=list)
     """Why prompts were given up, for the caller to show."""
-    warn: Callable[[str], None] = lambda message: None
-    """Told at once of every endpoint that is dropped."""
 
     def __post_init__(self) -> None:
-        if not self.urls:
-            raise ConfigError("no endpoint given; name one such as http://127.0.0.1:8000/v1")
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"endpoint {url!r} is not a URL; write it like http://127.0.0.1:8000/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"endpoint {self.url!r} is not a URL; write it like http://127.0.0.1:8000/v1")
         self.chat_template = not self.raw
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
-        self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.urls))
-        self._endpoints = [_Endpoint(url) for url in self.urls]
+        self.url = self.url.rstrip("/")
         self.name = self.model or asyncio.run(self._only_model())
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
@@ -85,7 +63,7 @@ class EndpointSource:
 
     def _client(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        limits = httpx.Limits(max_connections=self.concurrency * len(self.urls))
+        limits = httpx.Limits(max_connections=self.concurrency)
         return httpx.AsyncClient(headers=headers, timeout=self.timeout_seconds, limits=limits)
 
     async def _only_model(self) -> str:
@@ -93,9 +71,7 @@ class EndpointSource:
             listed = (await self._request(client, "GET", "/models", None))["data"]
         names = [str(model["id"]) for model in listed]
         if len(names) != 1:
-            raise ConfigError(
-                f"{self._endpoints[0].url} serves {', '.join(names) or 'no model'}; say which with --model"
-            )
+            raise ConfigError(f"{self.url} serves {', '.join(names) or 'no model'}; say which with --model")
         return names[0]
 
     async def _run(self, jobs: Iterator[CollectJob], done: Callable[[CollectJob], None]) -> None:
@@ -111,7 +87,7 @@ class EndpointSource:
                     elif not finished and len(self.refusals) >= _REFUSALS_BEFORE_GIVING_UP:
                         raise EndpointError(f"every prompt so far was refused; the last one: {self.refusals[-1]}")
 
-            workers = [asyncio.create_task(work()) for _ in range(self.concurrency * len(self._endpoints))]
+            workers = [asyncio.create_task(work()) for _ in range(self.concurrency)]
             try:
                 await asyncio.gather(*workers)
             finally:
@@ -152,54 +128,29 @@ class EndpointSource:
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
         """The JSON of a successful answer; a request that fails is repeated up to ``retries`` times."""
-        attempt, limit = 0, (self.retries + 1) * len(self.urls)
-        while True:
+        for attempt in range(1, self.retries + 2):
             wait = 0.0
-            now = time.monotonic()
-            endpoint = min(self._endpoints, key=lambda one: (now < one.rests_until, one.in_flight))
-            endpoint.in_flight += 1
             try:
-                response = await client.request(method, endpoint.url + path, json=body)
-                problem = f"{endpoint.url}: HTTP {response.status_code} {response.text[:200]}".rstrip()
+                response = await client.request(method, self.url + path, json=body)
+                problem = f"{self.url}: HTTP {response.status_code} {response.text[:200]}".rstrip()
                 if response.is_success:
-                    endpoint.failures = 0
                     return dict(response.json())
                 if response.status_code in _REFUSED_PROMPT and method == "POST":
                     raise _PromptRefused(problem)
-                hopeless = response.status_code not in _RETRIED
+                if response.status_code not in _RETRIED:
+                    raise EndpointError(f"{problem}; check the URL, the model's name and the API key")
                 wait = retry_after(response)
             except httpx.HTTPError as error:
-                problem, hopeless = f"{endpoint.url}: {type(error).__name__} {error}".rstrip(), False
+                problem = f"{self.url}: {type(error).__name__} {error}".rstrip()
             except (ValueError, TypeError):
-                problem, hopeless = f"{endpoint.url}: not a JSON object: {response.text[:200]!r}", False
-            finally:
-                endpoint.in_flight -= 1
-            attempt += 1
-            another = self._set_aside(endpoint, problem, hopeless, wait)
-            if hopeless and not another:
-                raise EndpointError(f"{problem}; check the URL, the model's name and the API key")
-            if attempt == limit:
-                raise EndpointError(
-                    f"{problem} (attempt {attempt} of {limit}); what was collected is kept: run the same command again "
-                    "once the endpoint answers"
-                )
-            if not another:
-                await asyncio.sleep(max(wait, self._pause(attempt)))
-
-    def _pause(self, failures: int) -> float:
-        return random.uniform(0.5, 1.0) * min(60.0, self.backoff_seconds * 2.0 ** (failures - 1))
-
-    def _set_aside(self, endpoint: _Endpoint, problem: str, hopeless: bool, wait: float) -> bool:
-        """Let a failed endpoint rest, or drop it. Returns whether another one is ready now."""
-        now = time.monotonic()
-        if now >= endpoint.rests_until:
-            endpoint.failures += 1
-            endpoint.rests_until = now + max(wait, self._pause(endpoint.failures))
-        lasting = hopeless or endpoint.failures >= _FAILURES_BEFORE_DROPPING
-        if lasting and endpoint in self._endpoints and len(self._endpoints) > 1:
-            self._endpoints.remove(endpoint)
-            self.warn(f"{endpoint.url} is asked no more: {problem}; {len(self._endpoints)} left")
-        return any(now >= other.rests_until for other in self._endpoints)
+                problem = f"{self.url}: not a JSON object: {response.text[:200]!r}"
+            if attempt <= self.retries:
+                pause = random.uniform(0.5, 1.0) * min(60.0, self.backoff_seconds * 2.0 ** (attempt - 1))
+                await asyncio.sleep(max(wait, pause))
+        raise EndpointError(
+            f"{problem} (attempt {attempt} of {attempt}); what was collected is kept: run the same command again once the "
+            "endpoint answers"
+        )
 
 
 def retry_after(response: httpx.Response) -> float:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -16,10 +15,9 @@ from volley.models.drafters.export import TargetEnds
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.targets.loading import load_causal_lm
-from volley.models.targets.taps import Taps, decoder_layers
+from volley.models.targets.taps import Taps
 from volley.models.targets.target import load_tokenizer
 from volley.train.documents import Document, pad
-from volley.vllm.features import RecordingServer
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,9 @@ FINAL = -2
 
 
 class FrozenTarget:
-    """The target as training needs it: dense, frozen, without a KV cache.
+    """The target as training needs it: dense, frozen, without a KV cache."""
 
-    ``with_layers`` false leaves the embedding and the head, which is all that is needed of a target that runs elsewhere.
-    """
-
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, with_layers: bool = True) -> None:
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
         try:
             model = _load(path, dtype)
             self.tokenizer = load_tokenizer(path)
@@ -57,10 +52,6 @@ class FrozenTarget:
             ) from None
         self.fingerprint = target_fingerprint(model)
         self.pass_weights = _pass_weights(model)
-        if not with_layers:
-            layers = decoder_layers(model)
-            for index in range(len(layers)):  # the number of layers is still read
-                layers[index] = nn.Module()
         leave_out_cudnn_attention()
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
@@ -123,7 +114,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class FeatureSource(Protocol):
-    """Source of features: the target here (:class:`OnlineFeatures`) or one that another process runs."""
+    """Source of features: the target in every step (:class:`OnlineFeatures`), or once (:class:`RememberedFeatures`)."""
 
     target: FrozenTarget
     layer_ids: tuple[int, ...]
@@ -214,24 +205,3 @@ class RememberedFeatures:
         states = {key: own.to(KEPT, copy=True) for key, own in states.items()}
         self.target.remembered.add(document, {key: own for key, own in states.items() if key not in known})
         return states
-
-
-class ServerFeatures:
-    """Has a vLLM that records run the target (``volley/vllm/features.py``)."""
-
-    def __init__(
-        self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool, url: str, directory: Path, longest: int
-    ) -> None:
-        """``longest`` is the length of the longest document."""
-        self.target, self.layer_ids, self.with_final = target, tuple(layer_ids), with_final
-        hidden_size: int = target.text_config.hidden_size
-        self._server = RecordingServer(url, directory, layer_ids, hidden_size, with_final, longest)
-
-    def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
-        """Features of ``documents``, whose places in the data are ``indices``."""
-        found = self._server([document.token_ids for document in documents])
-        final = [one.final for one in found if one.final is not None]
-        return Features(self._pad([one.taps for one in found]), self._pad(final) if self.with_final else None)
-
-    def _pad(self, rows: list[Tensor]) -> Tensor:
-        return pad_sequence(rows, batch_first=True).to(self.target.device, self.target.dtype)

@@ -19,13 +19,12 @@ from volley.train.fused import fuse
 from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
-from volley.train.state import whole_weights
 from volley.train.step import BlockForward
 from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_counts
 
 
 class Learner:
-    """The drafter with its adapter, if it has one, as ``model``: fused, or sharded and compiled, as the options ask."""
+    """The drafter with its adapter, if it has one, as ``model``, with fused operations."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget, data: TrainingData, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -44,7 +43,6 @@ class Learner:
         self.vocabulary = _vocabulary(config, target, data.documents)
         fuse(drafter)
         self.model = BlockForward(drafter, _choose_attention(config, ranks.device))
-        ranks.shard(self.model)
 
     @property
     def name(self) -> str:
@@ -71,10 +69,10 @@ class Learner:
         )
 
     def drafter(self) -> Drafter | None:
-        """A copy of the drafter as it stands, on the first process; every process of a sharded run must ask."""
-        weights = whole_weights(self.model, self.ranks.sharded)
+        """A copy of the drafter as it stands, on the first process."""
         if not self.ranks.first:
             return None
+        weights = self.model.state_dict()
         copy = Drafter(self.shape)
         if self.adapter is not None:
             attach(copy, self.adapter)

@@ -16,7 +16,7 @@ from volley.train.begin import soften
 from volley.train.cache import FeatureCache
 from volley.train.data import TrainingData
 from volley.train.evaluate import HeldOut
-from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, RememberedFeatures, ServerFeatures
+from volley.train.features import FeatureSource, FrozenTarget, OnlineFeatures, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.interrupts import Interrupts
 from volley.train.learner import Learner
@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> Path:
     if config.threads:
         torch.set_num_threads(config.threads)
     make_folder(Path(config.out))  # before anything that takes long
-    ranks = Ranks(config.device, config.fsdp)
+    ranks = Ranks(config.device)
     for file in (*config.data, *([config.eval_data] if config.eval_data else [])):
         next(read_jsonl(Path(file)), None)
     if ranks.device.type == "cpu":
@@ -74,8 +74,7 @@ class Trainer:
         self.ranks = ranks
         self.reporter = Reporter(Path(config.out), ranks.first and speaks)
         if target is None:
-            dtype, with_layers = getattr(torch, config.dtype), config.feature_server is None
-            target = FrozenTarget(config.target, dtype, ranks.device, with_layers=with_layers)
+            target = FrozenTarget(config.target, getattr(torch, config.dtype), ranks.device)
         config = with_preset(config, target.model.config, ranks.device)
         self.data = TrainingData(config, target)
         self.config = config = replace(config, anchors_per_sequence=_blocks(config, self.data, ranks.device))
@@ -83,12 +82,12 @@ class Trainer:
         self.learner = Learner(config, target, self.data, ranks)
         tokens = loss_tokens(self.data.documents, target)
         self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model, tokens)
-        self.optimizer = make_optimizer(config, self.learner.parameters(), ranks.sharded)
+        self.optimizer = make_optimizer(config, self.learner.parameters())
         facts = {"target": target.fingerprint, "data": self.data.fingerprint}
         if self.learner.adapter is not None:
             facts["drafter"] = self.learner.adapter.drafter
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
-        self.source: FeatureSource | FeatureCache = _feature_source(config, self.data, self.learner, self.step_function)
+        self.source: FeatureSource | FeatureCache = _feature_source(config, self.learner, self.step_function)
         self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
         if config.init in (None, RANDOM):
             soften(self.learner.model.drafter.norm, self._probe)
@@ -102,9 +101,7 @@ class Trainer:
         documents = self.data.documents[:PROBED]
         drawn = [self.step_function.draw_anchors(document, index, 0) for index, document in enumerate(documents)]
         features = self.source(documents, range(len(documents)))
-        loss = self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
-        self.ranks.reshard(self.learner.model)
-        return loss
+        return self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
 
     def resume(self) -> None:
         """Go on from the checkpoint in ``out``, if there is one."""
@@ -227,16 +224,12 @@ class Trainer:
     def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[tuple[list[int], bool]]:
         """This process's documents, cut where their blocks would exceed ``rows_per_pass`` rows; gradients add up.
 
-        A process without documents, or of a sharded run with fewer passes than another, runs one that does not count: the
-        exchange of weights and gradients needs all.
+        A process without documents runs a pass that does not count: the exchange of gradients needs all processes.
         """
-        split, ranks = self.step_function.split_passes, self.ranks
-        passes = split(ranks.share(indices), anchors)
-        most = max(1, len(passes))
-        if ranks.sharded:
-            most = max(len(split(ranks.share(indices, rank), anchors)) for rank in range(ranks.world))
-        for number in range(most):
-            yield (passes[number], True) if number < len(passes) else (indices[:1], False)
+        passes = self.step_function.split_passes(self.ranks.share(indices), anchors)
+        yield from ((part, True) for part in passes)
+        if not passes:
+            yield indices[:1], False
 
     def _is_over(self) -> bool:
         """Return whether evaluations have been getting worse for too long. Every process must call this."""
@@ -246,7 +239,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the drafter on held-out rows and save it, if it shall be kept; every process must ask."""
         drafter = self.learner.drafter()
-        values = self.held_out.teacher_forced() if self.ranks.first or self.ranks.sharded else {}
+        values = self.held_out.teacher_forced() if self.ranks.first else {}
         if drafter is not None:
             window = values.get("draft_window", drafter.config.draft_window)
             trained_on = self.saved_run.facts["target"]
@@ -289,14 +282,8 @@ def _remembers(config: TrainConfig, device: torch.device) -> bool:
     return config.features == "memory" or (config.features == "auto" and device.type == "cpu")
 
 
-def _feature_source(
-    config: TrainConfig, data: TrainingData, learner: Learner, step_function: StepFunction
-) -> FeatureSource:
-    """The target here, or the server that the options name."""
+def _feature_source(config: TrainConfig, learner: Learner, step_function: StepFunction) -> FeatureSource:
     target, with_final = step_function.target, step_function.objective.needs_target
     taps = learner.shape.target_layer_ids
-    if config.feature_server is None or config.feature_dir is None:
-        remembers = _remembers(config, target.device)
-        return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)
-    longest = max(len(document) for document in [*data.documents, *data.held_out])
-    return ServerFeatures(target, taps, with_final, config.feature_server, Path(config.feature_dir), longest)
+    remembers = _remembers(config, target.device)
+    return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)

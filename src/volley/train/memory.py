@@ -38,7 +38,7 @@ class Needs:
         if self.total > have:
             raise ConfigError(
                 f"the training needs {self.total / 1e9:.1f} GB and {device.type} has {have / 1e9:.1f}; give fewer layers, "
-                "--features cache, smaller --rows-per-pass, or a smaller target"
+                "--features cache, smaller --tokens-per-batch, or a smaller target"
             )
 
 

@@ -14,14 +14,14 @@ WEIGHT_DECAY = 0.01
 """Weight decay of matrices."""
 
 
-def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter], sharded: bool) -> torch.optim.Optimizer:
+def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer that the options ask for; weight decay applies to matrices only."""
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     rate = filled(config.learning_rate)
     if config.optimizer == "muon":
         return MuonWithAdamW(matrices, vectors, rate, WEIGHT_DECAY)
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=rate, fused=not sharded)
+    return torch.optim.AdamW(groups, lr=rate, fused=True)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

@@ -20,11 +20,9 @@ REPORTING_OPTIONS = frozenset(
         "save_minutes",
         "save_steps",
         "threads",
-        "feature_server",
-        "feature_dir",
     }
 )
-"""Options that say when to report and save and whom to ask, not what is learnt: a resumed run may change them."""
+"""Options that say when to report and save, not what is learnt: a resumed run may change them."""
 
 SHAPE_OPTIONS = (
     "block_size",
@@ -50,7 +48,7 @@ CHOICES = {
     "head": ("none", "residual", "markov"),
     "loss_decay": ("decay", "pace"),
     "features": ("auto", "online", "memory", "cache"),
-    "attention": ("auto", "grouped", "dense", "sdpa", "flex"),
+    "attention": ("auto", "grouped", "sdpa", "flex"),
     "dtype": ("bfloat16", "float32"),
     "optimizer": ("adamw", "muon"),
 }
@@ -164,11 +162,6 @@ class TrainConfig:
     features: str = "auto"
     """``online`` runs the target in every step; ``memory`` runs it once for each document whose features fit into a quarter of
     the memory; ``cache`` keeps all of them on disk; ``auto`` is ``memory`` on a CPU and ``online`` elsewhere."""
-    feature_server: str | None = None
-    """URL of a vLLM that runs the target instead (``http://host:8000/v1``), started with ``volley serve --engine vllm
-    --record``; this process holds the target's embedding and head only."""
-    feature_dir: str | None = None
-    """The folder that ``feature_server`` records in."""
     cache_dir: str | None = None
     """Folder of the feature cache; by default ``features`` inside ``out``."""
     device: str = "auto"
@@ -176,10 +169,8 @@ class TrainConfig:
     dtype: str = "bfloat16"
     """Compute type; master weights are always fp32."""
     attention: str = "auto"
-    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask), ``flex`` (FlexAttention, which compiles
-    for minutes first) or ``dense`` (the slow reference); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
-    fsdp: bool = False
-    """Shard weights, gradients and optimizer state over the processes of torchrun (FSDP2)."""
+    """``grouped`` (one dense product per document), ``sdpa`` (PyTorch's, with a mask) or ``flex`` (FlexAttention, which compiles
+    for minutes first); ``auto`` is ``sdpa`` on a GPU and ``grouped`` elsewhere."""
     threads: int | None = None
     """CPU threads; by default torch's choice."""
 
@@ -200,16 +191,10 @@ class TrainConfig:
             if getattr(self, name) not in (*choices, *UNSET.get(name, ())):
                 raise unknown_key(f"value of {name},", str(getattr(self, name)), choices)
         check_fields(self, *self._checks())
-        if self.fsdp and self.optimizer == "muon":
-            raise ConfigError("muon needs whole matrices, which fsdp shards; use optimizer='adamw' with fsdp")
         if self.reveal and self.loss_decay == "pace":
             raise ConfigError(
                 "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
             )
-        if (self.feature_server is None) != (self.feature_dir is None):
-            raise ConfigError("feature_server records in feature_dir; give both or neither")
-        if self.feature_server is not None and self.taps == (-1,):
-            raise ConfigError("a drafter without features needs no feature_server; leave it out")
         if self.lora_rank is not None:
             self._check_adapter()
         if self.keep_shape:
@@ -217,8 +202,8 @@ class TrainConfig:
 
     def _check_adapter(self) -> None:
         self._check_shape("lora_rank adapts a drafter", "an adapter keeps the shape of")
-        if self.fsdp or self.optimizer == "muon":
-            raise ConfigError("an adapter is trained whole and with AdamW; leave out fsdp and optimizer='muon'")
+        if self.optimizer == "muon":
+            raise ConfigError("an adapter is trained with AdamW; leave out optimizer='muon'")
 
     def _check_shape(self, needs: str, keeps: str) -> None:
         if self.init in (None, RANDOM):

@@ -2,17 +2,13 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from volley.errors import ConfigError
 from volley.memory.device import usable_device
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
 
@@ -20,18 +16,15 @@ T = TypeVar("T")
 class Ranks:
     """This process among ``world``; with one process every method is free."""
 
-    def __init__(self, device: str, sharded: bool = False) -> None:
+    def __init__(self, device: str) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        self.sharded = sharded
         self.device = usable_device(device)
         if self.device.type == "cuda" and self.world > 1:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if sharded and "WORLD_SIZE" not in os.environ:
-            raise ConfigError("fsdp shards over the processes of torchrun; start with `torchrun -m volley.cli train …`")
         if self.device.type == "cuda" and self.world > 1:
             torch.cuda.set_device(self.device)
-        self._owns_group = (self.world > 1 or sharded) and not dist.is_initialized()
+        self._owns_group = self.world > 1 and not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
 
@@ -43,25 +36,10 @@ class Ranks:
         """Every ``world``-th item, starting with this rank's (or with ``rank``'s)."""
         return list(items[self.rank if rank is None else rank :: self.world])
 
-    def shard(self, model: nn.Module) -> None:
-        """Spread the weights of ``model`` over all processes (FSDP2), if the run asks for it."""
-        if self.sharded:
-            from torch.distributed.fsdp import fully_shard
-
-            fully_shard(model)
-
-    def reshard(self, model: nn.Module) -> None:
-        """Give each process its part of the weights again, which a pass without gradients leaves whole."""
-        if self.sharded:
-            cast("FSDPModule", model).reshard()
-
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over all processes in one exchange; sharded ones already come averaged."""
+        """Add up gradients over all processes in one exchange."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.sharded:
-            for gradient in gradients:
-                gradient.mul_(self.world)
-        elif self.world > 1:
+        if self.world > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat)
             for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from volley import native
 from volley.errors import CheckpointError, VolleyError, unknown_key
 from volley.models.drafters.tap_layers import spread_taps
 from volley.train.options import LONGEST, RANDOM, TrainConfig
@@ -19,6 +20,8 @@ RATE_EXPONENT = 0.55
 
 CPU_BATCH, GPU_BATCH = 1024, 8192
 """Tokens of a step."""
+NARROWEST = 256
+"""Below this width a drafter is trained in fp32 on any CPU."""
 NARROW = 512
 """Up to this width Muon begins: at width 64 it learnt in 100 steps what AdamW learns in 300 or more. Wider matrices take long
 to orthogonalise on a CPU."""
@@ -173,7 +176,7 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
     preset = preset_for(target) if config.preset is None else preset_named(config.preset)
     width = target.get_text_config().hidden_size
     is_new = config.init in (None, RANDOM)
-    optimizer = config.optimizer or (preset.optimizer if is_new and not config.fsdp else "adamw")
+    optimizer = config.optimizer or (preset.optimizer if is_new else "adamw")
     rate = learning_rate_for(width) * (muon_factor(width) if optimizer == "muon" else 1)
     values: dict[str, Any] = {
         "optimizer": optimizer,
@@ -185,3 +188,16 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
     if config.lora_rank is None and not config.keep_shape:
         values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size", "taps")}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})
+
+
+def training_dtype(choice: str, width: int, device: torch.device) -> torch.dtype:
+    """Return the dtype to train a drafter of hidden size ``width`` in: bf16, but on a CPU fp32 if that is faster.
+
+    At a width of 256 bf16 learns from 1.65 times as many tokens a second, on a CPU that multiplies them. Narrower matrices are
+    converted for longer than they are multiplied, and other CPUs multiply bf16 slowly.
+    """
+    if choice == "auto":
+        narrow = width < NARROWEST or (width <= NARROW and not native.has_dot_products)
+        choice = "float32" if narrow and device.type == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, choice)
+    return dtype

@@ -7,13 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from volley.errors import CheckpointError, ConfigError
 from volley.files import replaced
@@ -21,7 +14,6 @@ from volley.train.options import REPORTING_OPTIONS, TrainConfig
 from volley.train.parallel import Ranks
 
 NAME = "checkpoint.pt"
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -74,13 +66,14 @@ class SavedRun:
         if state is None:
             return None
         check_same_run(self.path, state, self.options, self.facts)
-        restore_training_state(self.model, self.optimizer, state["training"], self.ranks.sharded)
+        self.model.load_state_dict(state["training"]["model"])
+        self.optimizer.load_state_dict(state["training"]["optimizer"])
         return Position(**state["position"])
 
     def save(self, position: Position) -> None:
-        """Write the file on the first process; every process must ask."""
-        training = training_state(self.model, self.optimizer, self.ranks.sharded)
+        """Write the file on the first process."""
         if self.ranks.first:
+            training = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
             state = {"options": self.options, "facts": dict(self.facts), "position": asdict(position)}
             save_state(self.path, {**state, "training": training})
 
@@ -103,30 +96,6 @@ def load_state(path: Path) -> dict[str, Any] | None:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({error}); remove it to start over") from None
     return state
-
-
-def whole_weights(model: nn.Module, sharded: bool) -> dict[str, Any]:
-    """The model's weights; every process of a sharded run must ask."""
-    return get_model_state_dict(model, options=_WHOLE) if sharded else model.state_dict()
-
-
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, sharded: bool) -> dict[str, Any]:
-    """Weights and optimizer, whole; every process of a sharded run must ask."""
-    if sharded:
-        state = get_optimizer_state_dict(model, optimizer, options=_WHOLE)
-        return {"model": whole_weights(model, sharded), "optimizer": state}
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def restore_training_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], sharded: bool
-) -> None:
-    if sharded:
-        set_model_state_dict(model, state["model"], options=_WHOLE)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_WHOLE)
-    else:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
 
 
 def describe(config: TrainConfig) -> dict[str, Any]:

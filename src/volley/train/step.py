@@ -22,7 +22,7 @@ GPU_ROWS = 16384  # on a GPU: of five layers as wide as an 8B model's, a pass ke
 
 
 class BlockForward(nn.Module):
-    """The drafter over all blocks of a step at once: the unit that is compiled and sharded."""
+    """The drafter over all blocks of a step at once: the module whose weights are saved."""
 
     def __init__(self, drafter: Drafter, attention: str) -> None:
         super().__init__()

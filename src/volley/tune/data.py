@@ -107,7 +107,7 @@ def _source(config: TuneConfig, target: Callable[[], Target]) -> tuple[Source, P
         return source, Pace(running, longest)
     raw = not load_tokenizer(config.target).chat_template
     key = os.environ.get("OPENAI_API_KEY")
-    endpoint = EndpointSource((config.endpoint,), config.model, key, config.thinking, raw=raw)
+    endpoint = EndpointSource(config.endpoint, config.model, key, config.thinking, raw=raw)
     return endpoint, Pace(endpoint.concurrency)
 
 

@@ -11,7 +11,7 @@ from volley.prompts import check_training
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """A model, its traffic and the minutes to spend; everything else is measured and chosen."""
+    """A model, its traffic and the minutes to spend; everything else has a rule."""
 
     target: str
     """Folder, hub name or GGUF file of the target: any causal LM that volley decodes."""
@@ -26,7 +26,7 @@ class TuneConfig:
     data: tuple[str, ...] = ()
     """Responses that volley collect has written already, instead of prompts."""
     max_minutes: float = 60.0
-    """Minutes of trials and training by the clock; collecting, measuring and certifying come on top."""
+    """Minutes of training by the clock, evaluations included; collecting, measuring and certifying come on top."""
     temperatures: tuple[float, ...] = (0.0, 0.7)
     """Temperatures that will be served: responses are collected at them."""
     max_tokens: int = 256
@@ -36,7 +36,7 @@ class TuneConfig:
     thinking: bool | None = None
     """Passed to the chat template as ``enable_thinking`` where prompts are answered; left out, the template decides."""
     block_size: int | None = None
-    """Largest block, anchor included; by default what pays on this machine."""
+    """Largest block, anchor included; by default 8."""
     bias: float = 0.05
     """Smallest bias of sampled output that certifying searches for; half of it takes four times as long."""
     model: str | None = None

@@ -1,4 +1,4 @@
-"""One command from a model and its traffic to a certified drafter: seven steps, each of which a killed run goes on behind."""
+"""One command from a model and its traffic to a certified drafter: six steps, each of which a killed run goes on behind."""
 
 import math
 import time
@@ -25,46 +25,26 @@ from volley.models.targets.target import Target
 from volley.prompts import read_jsonl
 from volley.train.data import TrainingData
 from volley.train.documents import Document, plan_epoch
-from volley.train.features import KEPT, FrozenTarget, RememberedFeatures
+from volley.train.features import FrozenTarget, RememberedFeatures
 from volley.train.fused import keep_freed_memory
 from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig, filled
 from volley.train.parallel import Ranks
-from volley.train.presets import preset_for, read_config
+from volley.train.presets import preset_for, read_config, training_dtype
 from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
 from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
-from volley.tune.report import to_html
+from volley.tune.report import to_markdown
 from volley.tune.state import Milestones, alone_in
-from volley.tune.trials import (
-    BLOCK_SIZES,
-    RULES,
-    TRIAL_BLOCK,
-    Search,
-    Trainings,
-    Trial,
-    choose_block_size,
-    from_json,
-    more_taps,
-    pass_seconds,
-    to_json,
-    training_dtype,
-)
-from volley.tune.vocabulary import choose_vocabulary, sizes_for
 
-TRIAL_SHARE, LATER_SHARE, LONG = 0.3, 0.05, 20.0
-"""Shares for trials of the first ``LONG`` minutes and of those beyond. The rest is the training's."""
 READ_SHARE = 0.12
 """Maximum share of the minutes for the target's reading of the responses, which the training need not read again."""
 MOST_READ = 0.75
 """Share of the responses from which on all count as read: the rest is read in each step that has them."""
 READ_WINDOW, READ_TOKENS = 64, 2048
 """Responses that are sorted by length, and tokens of a pass over some of them."""
-TYPICAL_TRIALS = 12
 LEAST_SHARE = 0.25
-"""Minimum share of the minutes for the training, however long the choice took."""
-SHORTEST_TRIAL = 1 / 4
-"""Minutes."""
+"""Minimum share of the minutes for the training itself, however long reading and timing took."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
 TIMED_STEPS = 5
 ANCHORS = 64
@@ -73,7 +53,8 @@ STEPS = 4000
 """Minimum steps of the training, unless batches would be too small: short trainings need steps."""
 UPDATE_SHARE, FEWEST_STEPS = 0.25, 500
 """Most of a step that the optimizer's update may take, where so many steps are left: Muon takes as long for a small batch."""
-FEW_STEPS = 1000
+BLOCK = 8
+"""Largest block if none is asked for, anchor included."""
 EVALUATIONS, EVALUATION_PROMPTS = 8, 20
 MINUTES_BETWEEN = 0.7
 """From one evaluation to the next, at least, where two fit."""
@@ -83,7 +64,7 @@ EXPORTS: dict[Format, str] = {"speculators": "", "sglang": "", "transformers": "
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
-    """Collect, choose, train, measure, certify, export and report; returns ``config.out``, which loads as a drafter.
+    """Collect, train, measure, certify, export and report; returns ``config.out``, which loads as a drafter.
 
     Raises ConfigError where the folder holds a tuning of other options, or a model, and where another process tunes in it.
     """
@@ -101,7 +82,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
 
 
 def _run(tuning: "Tuning", say: Callable[[str], None]) -> None:
-    steps = (tuning.collect, tuning.choose, tuning.train, tuning.measure, tuning.certify, tuning.export, tuning.report)
+    steps = (tuning.collect, tuning.train, tuning.measure, tuning.certify, tuning.export, tuning.report)
     for number, step in enumerate(steps, 1):
         name = step.__name__
         if name in tuning.progress:
@@ -122,7 +103,7 @@ class Tuning:
         reporting = {"threads", "out"}
         options = {key: value for key, value in asdict(config).items() if key not in reporting}
         self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
-        self.prefix, self._has_read = "", False
+        self.prefix = ""
 
     def say(self, line: str) -> None:
         self._say(f"{self.prefix}: {line}")
@@ -165,30 +146,34 @@ class Tuning:
 
     @cached_property
     def base(self) -> TrainConfig:
-        """The training that the preset describes."""
-        config, preset = self.config, preset_for(read_config(self.config.target))
+        """The preset's training, with a Markov head, which other programs run too."""
+        config, target = self.config, read_config(self.config.target)
+        preset, width = preset_for(target), target.get_text_config().hidden_size
         return TrainConfig(
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
-            out=str(self.out / "trials"),
+            out=str(self.out / "train"),
             eval_data=str(self.out / "held-out.jsonl"),
-            eval_prompts=0,
-            block_size=config.block_size or TRIAL_BLOCK,
+            eval_prompts=EVALUATION_PROMPTS,
+            eval_max_tokens=ROOM,
+            keep_best=True,
+            patience=PATIENCE,
+            block_size=config.block_size or BLOCK,
             num_layers=preset.num_layers,
             taps=preset.taps,
             intermediate_size=preset.intermediate_size,
+            head="markov",
+            head_rank=min(256, max(16, width // 2)),
             learning_rate=preset.learning_rate,
             optimizer=preset.optimizer,
-            tokens_per_batch=self.progress.done.get("batch", BATCH),
-            anchors_per_sequence=self.progress.done.get("anchors", ANCHORS),
+            tokens_per_batch=BATCH,
+            anchors_per_sequence=ANCHORS,
             max_length=LONGEST,
             loss_decay="pace",
             device=config.device,
             dtype=str(self.dtype).removeprefix("torch."),
-            draft_vocab_size=0,
             seed=config.seed,
-            save_minutes=None,
-            log_steps=10**9,
+            log_steps=20,
         )
 
     @cached_property
@@ -204,79 +189,16 @@ class Tuning:
             keep_freed_memory()
         return ranks
 
-    def choose(self) -> dict[str, Any]:
-        """Trials; each is kept as it ends. All that this step takes counts, over stops as well."""
-        begun: float = time.monotonic() - 60 * self.progress.done.get("spent", 0.0)
+    def read(self, data: TrainingData) -> int:
+        """Have the target read the responses before the training, many in one pass.
 
-        def spent() -> float:
-            return (time.monotonic() - begun) / 60
-
-        self.say(f"trials and training take {self.config.max_minutes:g} minutes by the clock, evaluations included")
-        read, anchors = 0.0, ANCHORS
-        if (
-            self.ranks.device.type == "cpu"
-        ):  # elsewhere the target reads in every step: one reading shall serve many blocks
-            data = TrainingData(self.base, self.frozen)
-            read, anchors = self.read(data)
-        if "batch" not in self.progress:
-            self.progress["read"], self.progress["anchors"] = read, anchors
-            self.base = replace(self.base, anchors_per_sequence=anchors)
-            batch, self.progress["steps"] = self._batch()
-            self.progress["batch"] = batch  # last: it says that all four are known
-        total = trial_minutes(self.config.max_minutes)
-        minutes = min(total, max(SHORTEST_TRIAL, total / TYPICAL_TRIALS))
-        self.base = replace(self.base, tokens_per_batch=self.progress["batch"], max_minutes=minutes)
-        total += self.progress["read"]
-        self.say(f"trials of {60 * minutes:.0f} s each, until minute {total:.1f}, from the preset")
-        trials = [from_json(raw) for raw in self.progress.done.get("trials", [])]
-
-        def note(_: Trial) -> None:
-            self.progress["trials"] = [to_json(trial) for trial in trials]
-            self.progress["spent"] = spent()
-
-        make = Trainings(self.base, self.frozen, self.serving, self.ranks)
-        taps, width = more_taps(self.frozen), self.frozen.text_config.hidden_size
-        few = self.progress["steps"] < FEW_STEPS
-        search = Search(self.base, make, taps, width, self._say, trials, note, total, spent, few)
-        best = search.run()
-        options, by_rules = dict(best.options), best.name == RULES
-        blocks = f"blocks of {self.config.block_size}, as asked for"
-        if self.config.block_size is None and by_rules:
-            options["block_size"], blocks = TRIAL_BLOCK, f"blocks of {TRIAL_BLOCK}, by rule"
-        elif self.config.block_size is None:
-            sizes = BLOCK_SIZES if few else BLOCK_SIZES[BLOCK_SIZES.index(TRIAL_BLOCK) :]
-            options["block_size"], blocks = choose_block_size(best, pass_seconds(self.serving, sizes))
-        self.say(blocks)
-        training, shares = replace(self.base, **options), sizes_for(self.frozen.vocab_size)
-        options["draft_vocab_size"], drafted = choose_vocabulary(best, training, self.frozen, self.serving, shares)
-        self.say(drafted)
-        first = trials[0]
-        gain = best.score / first.score
-        why = "the preset was best" if best is first else f"{best.name} last; {gain:.2f} × the preset's expected speed"
-        if by_rules:
-            why = f"rules, as trials of this length end at τ {first.tau:.2f} and cannot judge options"
-        chosen = _named(self.base, options)
-        self.say(f"chose {chosen} ({why})")
-        said = {"chosen": chosen, "why": why, "blocks": blocks, "drafted": drafted}
-        self.progress["spent"] = spent()
-        return {"options": options, **said, "trials": len(trials)}
-
-    def read(self, data: TrainingData) -> tuple[float, int]:
-        """Have the target read the responses before any trial, so that none pays for the others.
-
-        Returns the minutes, and how many blocks a response shall have. Where nearly all features are there already, these are
-        as many as predict each of its tokens about once an epoch: more are alike, and cost as much as blocks of other
-        responses, which teach more. What the target reads during the training costs as much as many blocks, and one reading
-        serves all of a response.
+        Return how many blocks a response shall have. If nearly all features are in memory, these are as many as predict each of
+        its tokens about once an epoch: more cost as much as blocks of other responses, which teach more.
         """
-        own = preset_for(self.frozen.text_config).taps
-        layers, tokens = sorted({*own, *more_taps(self.frozen)}), sum(map(len, [*data.held_out, *data.documents]))
-        size = (len(layers) + 1) * tokens * self.frozen.text_config.hidden_size * KEPT.itemsize
-        fits = size <= self.frozen.remembered.budget
-        features = RememberedFeatures(self.frozen, layers if fits else own, with_final=True)
+        features = RememberedFeatures(self.frozen, preset_for(self.frozen.text_config).taps, with_final=False)
         order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
-        started, most, self._has_read = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes, True
+        started, most = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes
         self.say(f"the target reads {len(documents)} responses once, in {most / 60:.1f} minutes at most")
         count = 0
         for together in read_together(documents):
@@ -290,12 +212,11 @@ class Tuning:
         if known >= MOST_READ * len(data.documents):
             answered = sum(len(document) - document.response_start for document in data.documents)
             anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / filled(self.base.block_size))))
-        return min(time.monotonic() - started, most) / 60, anchors
+        return anchors
 
-    def _batch(self) -> tuple[int, int]:
-        """Tokens of a step, so that the training has enough steps, and how many it has; a few of them are timed."""
-        folder = self.out / "trials" / "timed"
-        timed = replace(self.base, max_steps=TIMED_STEPS, out=str(folder))
+    def _batch(self, minutes: float) -> int:
+        """Return the tokens of a step that give a training of so many minutes enough steps. A few steps are timed."""
+        timed = replace(self.base, max_steps=TIMED_STEPS, out=str(self.out / "timed"))
         for _ in range(1 if self.ranks.device.type == "cpu" else 2):  # a GPU's first steps load and choose kernels
             trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
             at, started = trial.schedule.position, time.monotonic()
@@ -304,44 +225,44 @@ class Tuning:
                 trial.schedule.advance()
             at.seconds, updates = time.monotonic() - started, trial.update_seconds
         per_token, update = max(at.seconds - updates, 1e-9) / at.tokens, updates / at.step
-        batch = batch_tokens(60 * self.training_minutes, per_token, update)
+        batch = batch_tokens(60 * minutes, per_token, update)
         seconds = batch * per_token + update
-        steps = round(60 * self.training_minutes / seconds)
-        self.say(f"{batch / seconds:.0f} tokens a second can be learnt from: {steps} steps of {batch} tokens")
-        return batch, steps
+        self.say(
+            f"{batch / seconds:.0f} tokens a second can be learnt from: {60 * minutes / seconds:.0f} steps of {batch} tokens"
+        )
+        return batch
 
-    @property
-    def training_minutes(self) -> float:
-        """Minutes left for the training if trials take all of theirs."""
-        read: float = self.progress.done.get("read", 0.0)
-        return self.config.max_minutes - trial_minutes(self.config.max_minutes) - read
-
-    @cached_property
-    def training(self) -> TrainConfig:
-        """The training itself: what the trials chose, for the minutes that are left."""
-        spent: float = self.progress.done.get("spent", 0.0)
-        minutes = max(LEAST_SHARE * self.config.max_minutes, self.config.max_minutes - spent)
+    def training(self, plan: dict[str, Any]) -> TrainConfig:
+        """Return the training: ``anchors`` and ``batch`` of the plan, for its ``minutes``."""
+        minutes: float = plan["minutes"]
         return replace(
             self.base,
-            **self.progress["choose"]["options"],
-            out=str(self.out / "train"),
-            eval_prompts=EVALUATION_PROMPTS,
-            eval_max_tokens=ROOM,
+            anchors_per_sequence=plan["anchors"],
+            tokens_per_batch=plan["batch"],
             eval_minutes=max(minutes / EVALUATIONS, min(MINUTES_BETWEEN, minutes / 2)),
-            keep_best=True,
-            patience=PATIENCE,
             max_minutes=minutes,
             save_minutes=min(5.0, minutes / 5),
-            log_steps=20,
         )
 
     def train(self) -> dict[str, Any]:
-        minutes, between = self.training.max_minutes, self.training.eval_minutes
-        self.say(f"{minutes:.1f} minutes, real τ on held-out prompts every {between:.1f}")
-        make_folder(Path(self.training.out))
-        trainer = Trainer(self.training, self.ranks, self.frozen, serving=self.serving)
-        if self.ranks.device.type == "cpu" and not self._has_read:  # a run that goes on has paid for it
-            self.read(trainer.data)
+        started, minutes, anchors = time.monotonic(), self.config.max_minutes, ANCHORS
+
+        def left() -> float:
+            return max(LEAST_SHARE * minutes, minutes - (time.monotonic() - started) / 60)
+
+        self.say(f"it takes {minutes:g} minutes by the clock, evaluations included")
+        # On a GPU the target reads in every step, and one reading serves many blocks.
+        if self.ranks.device.type == "cpu":
+            anchors = self.read(TrainingData(self.base, self.frozen))
+        if "plan" not in self.progress:
+            self.base = replace(self.base, anchors_per_sequence=anchors)
+            batch = self._batch(left())
+            self.progress["plan"] = {"anchors": anchors, "batch": batch, "minutes": left()}
+        training = self.training(self.progress["plan"])
+        chosen = _named(training)
+        self.say(f"{chosen}; real τ on held-out prompts every {training.eval_minutes:.1f} minutes")
+        make_folder(Path(training.out))
+        trainer = Trainer(training, self.ranks, self.frozen, serving=self.serving)
         trainer.resume()
         drafter, at = trainer.run(), trainer.schedule.position
         if not (drafter / "config.json").exists():
@@ -352,10 +273,17 @@ class Tuning:
         is_early = at.worse >= PATIENCE and trainer.schedule.progress() < 1
         stopped = " stopped early: it was getting worse" if is_early else ""
         self.say(f"the best real τ was {at.best_tau:.3f}, after {at.epoch} epochs and {at.step} steps{stopped}")
-        window = read_json(self.drafter / "config.json").get("draft_window")
+        config = read_json(self.drafter / "config.json")
+        window, drafted = config.get("draft_window"), config.get("draft_vocab_size")
         self.say(f"draft window: {_window(window)}, by what held-out rows lose")
-        outcome = {"tau": at.best_tau, "steps": at.step, "epochs": at.epoch, "stopped_early": is_early}
-        return {**outcome, "draft_window": window}
+        outcome = {
+            "tau": at.best_tau,
+            "steps": at.step,
+            "epochs": at.epoch,
+            "stopped_early": is_early,
+            "chosen": chosen,
+        }
+        return {**outcome, "draft_window": window, "draft_vocab_size": drafted}
 
     def measure(self) -> dict[str, Any]:
         engine = self._pair()
@@ -415,16 +343,11 @@ class Tuning:
         path = self.out / "train" / "log.jsonl"
         log = [row for _, row in read_jsonl(path)] if path.exists() else []
         certificate = read_json(self.out / "certificate.json")
-        write_atomically(self.out / "report.html", to_html(self.progress.done, log, certificate, self.config))
+        write_atomically(self.out / "report.md", to_markdown(self.progress.done, log, certificate, self.config))
         self.say(
-            f"{self.out / 'report.html'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
+            f"{self.out / 'report.md'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
         )
         return {}
-
-
-def trial_minutes(minutes: float) -> float:
-    """Return the minutes of all trials, out of ``minutes`` in all."""
-    return TRIAL_SHARE * min(minutes, LONG) + LATER_SHARE * max(0.0, minutes - LONG)
 
 
 def batch_tokens(seconds: float, per_token: float, update: float) -> int:
@@ -457,16 +380,10 @@ def _window(tokens: int | None) -> str:
     return "the whole context" if tokens is None else f"the last {tokens} tokens"
 
 
-def _named(base: TrainConfig, options: dict[str, Any]) -> str:
-    chosen = {
-        "learning_rate": base.learning_rate,
-        "num_layers": base.num_layers,
-        "block_size": base.block_size,
-        "tokens_per_batch": base.tokens_per_batch,
-        **options,
-    }
-    chosen["draft_vocab_size"] = chosen.get("draft_vocab_size") or "all"
+def _named(config: TrainConfig) -> str:
+    """Return the options that differ from training to training."""
+    names = ("learning_rate", "optimizer", "num_layers", "block_size", "head", "head_rank", "tokens_per_batch")
+    values = {name.replace("_", " "): getattr(config, name) for name in names}
     return ", ".join(
-        f"{name.replace('_', ' ')} {value:g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
-        for name, value in chosen.items()
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
     )

@@ -7,13 +7,11 @@ if TYPE_CHECKING:
     from volley.vllm.activation import register
     from volley.vllm.options import PluginOptions, engine_args
     from volley.vllm.proposer import PluginProposer as Proposer
-    from volley.vllm.recorder import Recorder
 
-__all__ = ["PluginOptions", "Proposer", "Recorder", "engine_args", "register"]
+__all__ = ["PluginOptions", "Proposer", "engine_args", "register"]
 
 _HOMES = {
     "Proposer": ("proposer", "PluginProposer"),
-    "Recorder": ("recorder", "Recorder"),
     "register": ("activation", "register"),
 }
 

@@ -26,12 +26,6 @@ class VLLMOptions:
     """Target: folder or hub name, also accepted right after --engine vllm. By default the bundled one."""
     drafter: str | None = None
     """Drafter: folder, or 'none' for plain decoding; the bundled target comes with its own."""
-    record: Path | None = None
-    """Draft nothing, and record the target's features of every prompt in this folder, for volley train --feature-server."""
-    taps: str | None = None
-    """With --record: layers to record, by number or as a count, as in volley train. By default those that it would tap."""
-    record_final: bool = False
-    """With --record: record the final states too, for volley train's --soft-targets and --total-variation."""
     dry_run: bool = False
     """Check everything and print vLLM's command without running it."""
 
@@ -43,7 +37,6 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     Such as --tensor-parallel-size 2 --port 8000. Without a --policy, or with a fixed one, vLLM's built-in dflash drafts if it
     supports all given options; otherwise volley's plugin does.
     """
-    from volley.models.drafters.export import TargetShape
     from volley.vllm.options import TESTED
 
     named, args = launch.split_target(context.args)
@@ -53,12 +46,10 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     target, drafter = options.target or named, options.drafter
     if target is None:
         target = str(REFERENCE / "target")
-        drafter = drafter if drafter or options.record else str(REFERENCE / "drafter")
+        drafter = drafter or str(REFERENCE / "drafter")
     target = str(find_target(target))
     engine_args: dict[str, Any] = {}
-    if options.record is not None or options.taps is not None or options.record_final:
-        engine_args = _recording(options, drafting, TargetShape.from_pretrained(target).num_layers)
-    elif drafter is not None and drafter != "none":
+    if drafter is not None and drafter != "none":
         engine_args = _speculation(target, drafter, drafting, args)
     else:
         check_undrafted(drafting.given())
@@ -67,20 +58,6 @@ def serve_vllm(context: typer.Context, options: VLLMOptions, drafting: DraftingC
     if not options.dry_run:
         os.environ.pop(VARIABLE, None)  # the command line is complete, and the plugin in vLLM must not add to it
         os.execv(line[0], line)
-
-
-def _recording(options: VLLMOptions, drafting: DraftingConfig, num_layers: int) -> dict[str, Any]:
-    """Return vLLM's arguments for recording a target's features."""
-    from volley.models.drafters.tap_layers import choose_taps, parse_taps
-    from volley.vllm.recorder import RecordOptions, recorder_args
-
-    if options.record is None:
-        raise ConfigError("taps and record_final say what to record; give --record FOLDER")
-    given = ["drafter"] * (options.drafter is not None) + drafting.given()
-    if given:
-        raise ConfigError(f"a vLLM that records does not draft; leave out --{given[0].replace('_', '-')}, or --record")
-    taps = choose_taps(parse_taps(options.taps), num_layers)
-    return recorder_args(RecordOptions(record=str(options.record.resolve()), taps=taps, final=options.record_final))
 
 
 def _speculation(target: str, drafter: str, drafting: DraftingConfig, args: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from volley.vllm import launch
 TESTED = "0.32"
 PROPOSER = "volley.vllm.Proposer"
 _FORMAT = "transformers' format (volley export it --to zlab)"
-T = TypeVar("T")
 LOGGER = logging.getLogger("vllm.volley")  # a child of vLLM's own logger, whose settings apply
 
 
@@ -69,13 +68,8 @@ class PluginOptions(DraftingConfig):
         for name, remedy in NOT_IN_VLLM.items():
             if name in raw:
                 raise ConfigError(f"{name} is a setting of volley's own engine: {remedy}")
-        return parse_options(cls, raw, "option of volley's vLLM plugin")
-
-
-def parse_options(cls: type[T], raw: Mapping[Any, Any], what: str) -> T:
-    """Return an options dataclass from a mapping; unknown keys are errors."""
-    check_keys(what, raw, [field.name for field in fields(cls)])  # type: ignore[arg-type]
-    return cls(**raw)
+        check_keys("option of volley's vLLM plugin", raw, [field.name for field in fields(cls)])
+        return cls(**raw)
 
 
 def block_drafter(folder: Path) -> DrafterConfig:
@@ -180,11 +174,8 @@ def check_tested(version: str) -> None:
         )
 
 
-def check_engine(config: Any, version: str, split: bool = False) -> None:
-    """Refuse a vLLM that this proposer was not tested with, or whose configuration hides the target from it.
-
-    ``split``: the proposer supports a target whose weights are split over processes.
-    """
+def check_engine(config: Any, version: str) -> None:
+    """Refuse a vLLM that this proposer was not tested with, or whose configuration hides the target from it."""
     check_tested(version)
     parallel = config.parallel_config
     problems = [
@@ -194,7 +185,7 @@ def check_engine(config: Any, version: str, split: bool = False) -> None:
             "pass --enforce-eager (enforce_eager=True)",
         ),
         (
-            not split and (parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1),
+            parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1,
             "volley's proposer needs the whole target in one process; with tensor or pipeline parallelism use vLLM's own "
             '{"method": "dflash"}',
         ),

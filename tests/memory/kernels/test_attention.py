@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.kernels import DEVICE
+from tests.memory.reference import reference_attention
 from volley import native
-from volley.memory.attention import AttentionOptions, paged_attention, reference_attention
+from volley.memory.attention import AttentionOptions, paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kernels import attention as kernel
 from volley.memory.kernels import attention_for, launching

@@ -25,11 +25,12 @@ from tests.diffusion_gemma import (
     same,
     settings,
 )
+from tests.memory.reference import reference_attention
 from tests.tiny import random_drafter
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.sampling import logprobs_of
 from volley.errors import InputError, MismatchError
-from volley.memory.attention import paged_attention, reference_attention, visible_mask
+from volley.memory.attention import paged_attention, visible_mask
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store

@@ -12,10 +12,11 @@ import transformers as tf
 from torch import Tensor
 
 from tests.conftest import TinyPair
+from tests.memory.reference import reference_attention
 from tests.tiny import SHAPE, Pair, eager_model, target_config
 from volley import Engine, SamplingParams
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
-from volley.memory.attention import paged_attention, reference_attention
+from volley.memory.attention import paged_attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore

@@ -1,6 +1,6 @@
 """Compute ragged paged attention in Triton: every segment through its own pages, be it causal, bidirectional or a tree.
 
-The reference is ``memory.attention.reference_attention``. One program attends a tile of tokens of one segment, for all heads
+The reference is ``memory.attention.paged_attention``. One program attends a tile of tokens of one segment, for all heads
 that share keys. Keys are divided into parts at fixed positions, and the results of the parts are joined in order: by the
 program itself, or by a second kernel if each part has a separate program. A token's result is therefore batch-invariant, bit
 for bit.
@@ -239,7 +239,7 @@ def ragged_attention(
     options: AttentionOptions,
     parted: bool | None = None,
 ) -> Tensor:
-    """Compute ``reference_attention``; a quantised store is passed on to ``paged_attention``.
+    """Compute ``paged_attention``; a quantised store is passed on to it.
 
     ``parted`` gives each part of the keys a separate program, which changes only the speed; ``None``: if the tiles do not fill
     the processors.
