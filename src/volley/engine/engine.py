@@ -140,7 +140,7 @@ class Engine:
             if window is not None:
                 num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
-            model = make_draft_model(drafter, kv, target, window)
+            model = make_draft_model(drafter, kv, target, window, config)
             ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
             others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
@@ -196,7 +196,8 @@ class Engine:
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
-        engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
+        loaded = load_drafter(drafter, target, draft_weights, compiled=config.compile) if drafted else None
+        engine = cls(target, loaded, **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         report_memory(engine)
         return engine
@@ -421,11 +422,10 @@ class Engine:
 
         Running requests go on. A policy that stays the same keeps what it has learnt.
         """
-        for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
+        for name in ("draft_window", "kv_dtype", "draft_kv_dtype", "draft_attention", "compile"):
             if getattr(config, name) != getattr(self.config, name):
-                raise ConfigError(
-                    f"{name} decides how K/V are stored and cannot change; make another engine to change it"
-                )
+                what = "how K/V are stored" if name.endswith(("window", "dtype")) else "how the drafter runs"
+                raise ConfigError(f"{name} decides {what} and cannot change; make another engine to change it")
         check_exact(self.target, self.runner.store, config)
         check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         if self.proposer is not None:
