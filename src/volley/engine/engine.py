@@ -33,6 +33,7 @@ from volley.engine.states import (
     SequenceState,
     Snapshot,
     TargetPages,
+    blocks_in_ring,
     num_rings,
     ring_pages,
 )
@@ -45,6 +46,7 @@ from volley.memory.kv_store import KVStore, make_store
 from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.models.targets.diffusion import load_target
 from volley.models.targets.target import Target
 from volley.native import TargetWeights, WantedDraftWeights
@@ -135,13 +137,15 @@ class Engine:
         if drafter is not None:
             window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            block = config.largest_block(drafter.config.block_size)
+            block = largest_block(config, drafter.config.block_size, drafter.folder)
+            blocks = blocks_in_ring(capacity.cuda_graphs)
             drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
             if window is not None:
-                num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
+                num_pages = ring_pages(blocks * block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
             model = make_draft_model(drafter, kv, target, window, config)
-            ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
+            most = capacity.max_running
+            ring = window and DraftRing(model, window, size, most, block_size=block, num_blocks=blocks)
             others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)

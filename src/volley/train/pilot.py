@@ -252,6 +252,10 @@ def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, in
         width=options.width,
         layers=options.layers,
     )
+    assert engine.proposer is not None, "a drafter proposes"
+    if sizes[-1] > engine.proposer.block_size:
+        engine.config = engine.procedure.config = replace(engine.config, policy=None, block_size=sizes[-1])
+        engine.use_drafter(drafter)
     examples = label_all(engine, options, sizes, report)
     seconds = cycle_seconds(engine, sizes, options.concurrency)
     held, kept = split(examples, options)
