@@ -44,6 +44,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.drafters.adapter import Adapter
+from volley.models.drafters.divided import part_for
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import largest_block
@@ -135,8 +136,8 @@ class Engine:
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
-            window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
+            drafter, window = part_for(drafter, target), drafter.config.window_for(config.draft_window)
             block = largest_block(config, drafter.config.block_size, drafter.folder)
             blocks = blocks_in_ring(capacity.cuda_graphs)
             drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
