@@ -83,7 +83,7 @@ def test_flex_attentions_mask_function_is_the_same_rule(window: int | None) -> N
 def test_the_log_says_once_how_long_flex_attention_was_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attention, "_compiled_flex", [])
+    monkeypatch.setattr(attention, "compiled_flex", [])
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *given, **options: given[0] + 1)
     assert [attention._flex_kernel()(place) for place in (1, 2)] == [2, 3]
     (said,) = [record.getMessage() for record in caplog.records]

@@ -44,7 +44,6 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.drafters.adapter import Adapter
-from volley.models.drafters.divided import part_for
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import largest_block
@@ -137,7 +136,11 @@ class Engine:
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
             check_pair(drafter, target)
-            drafter, window = part_for(drafter, target), drafter.config.window_for(config.draft_window)
+            window = drafter.config.window_for(config.draft_window)
+            if target.world > 1:  # imported here, since it takes PyTorch's distributed tensors
+                from volley.models.drafters.divided import part_for
+
+                drafter = part_for(drafter, target)
             block = largest_block(config, drafter.config.block_size, drafter.folder)
             blocks = blocks_in_ring(capacity.cuda_graphs)
             drafter.rotary.cover(min(target.context_length, num_pages * size) + block)

@@ -6,12 +6,10 @@ from volley.config import DecodingConfig, DraftingConfig, check_undrafted, read_
 from volley.errors import ConfigError
 from volley.memory.kernels import attention_named
 from volley.memory.kv_store import KVStore
-from volley.models.drafters.divided import DividedModel, DrafterPart
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.eagle import EagleDrafter
 from volley.models.drafters.eagle_model import EagleModel
-from volley.models.targets.sharded import ShardedTarget
 from volley.models.targets.target import Target
 from volley.proposers.base import Proposer
 from volley.proposers.block import BlockProposer
@@ -33,10 +31,14 @@ def make_draft_model(
         if config.compile:
             raise ConfigError("an EAGLE-3 drafter is not compiled; leave compile out")
         return EagleModel(drafter, store, *borrowed, window, target.num_layers)
-    if isinstance(drafter, DrafterPart):
-        if config.compile:
-            raise ConfigError("a drafter that is divided over processes is not compiled; leave compile out")
-        return DividedModel(drafter, store, attention, cast(ShardedTarget, target), config.draft_kv_dtype, window)
+    if target.world > 1:
+        from volley.models.drafters.divided import DividedModel, DrafterPart
+        from volley.models.targets.sharded import ShardedTarget
+
+        if isinstance(drafter, DrafterPart):
+            if config.compile:
+                raise ConfigError("a drafter that is divided over processes is not compiled; leave compile out")
+            return DividedModel(drafter, store, attention, cast(ShardedTarget, target), config.draft_kv_dtype, window)
     return DraftModel(drafter, store, *borrowed, window, compiled=config.compile)
 
 

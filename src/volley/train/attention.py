@@ -244,12 +244,12 @@ def attend_flex(layout: Layout, context: Context) -> Attend:
     return attend
 
 
-_compiled_flex: list[Callable[..., Any]] = []
+compiled_flex: list[Callable[..., Any]] = []
 
 
 def _flex_kernel() -> Callable[..., Any]:
     """Compile FlexAttention once per process; uncompiled it materialises every score."""
-    if not _compiled_flex:
+    if not compiled_flex:
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled = torch.compile(flex_attention, dynamic=True)
@@ -258,11 +258,11 @@ def _flex_kernel() -> Callable[..., Any]:
             started = time.perf_counter()
             mixed = compiled(*given, **options)
             log.warning("FlexAttention was compiled in %.0f s", time.perf_counter() - started)
-            _compiled_flex[0] = compiled
+            compiled_flex[0] = compiled
             return mixed
 
-        _compiled_flex.append(first)
-    return _compiled_flex[0]
+        compiled_flex.append(first)
+    return compiled_flex[0]
 
 
 ATTENTION: dict[str, Callable[[Layout, Context], Attend]] = {

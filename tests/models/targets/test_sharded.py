@@ -192,7 +192,7 @@ def draft_divided(path: Path) -> dict[str, list[list[list[int]]]]:
 
 def draft_faultily(path: Path) -> dict[str, list[list[list[int]]]]:
     """Planted: no rank adds what the other has."""
-    divided_drafter._sum = lambda _, __, output: output
+    divided_drafter.sum_over_ranks = lambda _, __, output: output
     return draft_all(path, is_divided=True)
 
 

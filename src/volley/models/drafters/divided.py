@@ -58,8 +58,8 @@ def part_of(config: DrafterConfig, state: dict[str, Tensor], rank: int, world: i
         drafter = DrafterPart(own)
     drafter.load_state_dict({name: _share(name, x, rank, world) for name, x in state.items()}, assign=True)
     for layer in cast(list[DraftLayer], list(drafter.layers)):
-        layer.self_attn.o_proj.register_forward_hook(_sum)
-        layer.mlp.down_proj.register_forward_hook(_sum)
+        layer.self_attn.o_proj.register_forward_hook(sum_over_ranks)
+        layer.mlp.down_proj.register_forward_hook(sum_over_ranks)
     return drafter.eval().requires_grad_(False)
 
 
@@ -82,7 +82,7 @@ def _share(name: str, weight: Tensor, rank: int, world: int) -> Tensor:
     return weight
 
 
-def _sum(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+def sum_over_ranks(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     dist.all_reduce(output)
     return output
 

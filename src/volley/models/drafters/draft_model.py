@@ -192,14 +192,18 @@ class DraftModel:
         return self.drafter.logits(states, self.head)
 
 
+def _unset(*_: object) -> Tensor:
+    raise AssertionError("a pass sets its attention")
+
+
 class CompiledDrafter:
     """A drafter whose layers run through ``torch.compile``, for any number of tokens; attention stays as it is."""
 
     def __init__(self, drafter: Drafter) -> None:
         if drafter.norm.weight.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise ConfigError("compile needs a C++ compiler, and none is found; install g++, or leave compile out")
-        self._attend: Attend | None = None
-        aside = torch.compiler.disable(lambda *given: self._attend(*given))
+        self._attend: Attend = _unset
+        aside = torch.compiler.disable(lambda *given: self._attend(*given))  # type: ignore[no-untyped-call]
         self._run = torch.compile(lambda *given: drafter(*given[:2], aside, *given[2:]), dynamic=True)
 
     def __call__(self, embeddings: Tensor, positions: Tensor, attend: Attend, places: Tensor | None) -> Tensor:
