@@ -4,20 +4,25 @@
     python -m benchmarks.diffusion_speed generate --device cuda --shapes small large
     python -m benchmarks.diffusion_speed verify
     python -m benchmarks.diffusion_speed memory
+    python -m benchmarks.diffusion_speed canvas --shapes real --device cuda --json FILE
 
 Random weights, canvases of 64 tokens, fp32; the large shape, which wants a GPU, in bf16. ``generate``: alone, a canvas takes all
 its passes, so that both do the same work; eight at once are padded by transformers, and canvases settle after unequal passes,
 which random numbers decide: those of each program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, and
 one that verifies as many tokens, on the bundled target's weights. ``memory``: what becomes of the logits of one
-denoising pass of 256 slots over a vocabulary of 262,144.
+denoising pass of 256 slots over a vocabulary of 262,144. ``canvas``: seconds of a denoising step of 256 slots and of its
+sampler, which gets the logits, and the sampler's memory. The real shape is DiffusionGemma 26B-A4B's with two of its layers,
+one of each type; it wants 6 GB, and minutes for each step on two cores.
 """
 
 import argparse
+import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -31,7 +36,7 @@ from tests.diffusion_gemma import random_model
 from volley import DiffusionParams, Engine, SamplingParams, Target
 from volley.decode.work import Kind
 from volley.files import REFERENCE
-from volley.memory.device import give_back
+from volley.memory.device import give_back, synchronise
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.families import JOINT
 from volley.proposers.scripted import ScriptedProposer
@@ -69,6 +74,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "top_k_experts": 4,
         "moe_intermediate_size": 512,
         "per_layer_config": {n: {"head_dim": 128, "num_key_value_heads": 8} for n in (5, 11)},
+        "initializer_range": 0.004,
+    },
+    "real": {
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 512,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "per_layer_config": {1: {"head_dim": 512, "num_key_value_heads": 2}},
         "initializer_range": 0.004,
     },
 }
@@ -279,6 +300,52 @@ def sampler_bytes(length: int, vocab_size: int, **own: Any) -> int:
     return max(peaks)
 
 
+def canvas_seconds(shape: str, length: int, steps: int, device: str) -> dict[str, float]:
+    """Return the median seconds of a denoising step of one canvas of ``length`` slots, and of the sampler's part of it.
+
+    Weights are bf16; the first step is left out.
+    """
+    engine = Engine(DiffusionGemma(make_model(SHAPES[shape], device).to(torch.bfloat16)), num_pages=64)
+    denoising, whole, sampling = engine.procedures.by_mode["diffusion"], list[float](), list[float]()
+    absorb = denoising.absorb
+
+    def timed(*given: Any) -> None:
+        synchronise(torch.device(device))
+        started = time.perf_counter()
+        absorb(*given)
+        synchronise(torch.device(device))
+        sampling.append(time.perf_counter() - started)
+
+    denoising.absorb = timed  # type: ignore[method-assign]
+    own = DiffusionParams(
+        canvas_length=length, max_steps=steps, stability_threshold=steps + 1, confidence_threshold=1e-9
+    )
+    request = engine.add_request(
+        [1, 2], SamplingParams(temperature=1.0, seed=0, max_tokens=length, ignore_eos=True, diffusion=own)
+    )
+    while request.finish_reason is None:
+        started = time.perf_counter()
+        engine.step()
+        whole.append(time.perf_counter() - started)
+    assert len(sampling) == steps
+    return {"step": statistics.median(whole[1:]), "sampler": statistics.median(sampling[1:])}
+
+
+def measure_canvas(shapes: Sequence[str], steps: int, device: str, record: Path | None) -> None:
+    length, found = 256, dict[str, dict[str, float]]()
+    for shape in shapes:
+        found[shape] = own = canvas_seconds(shape, length, steps, device)
+        if device == "cpu":
+            vocab_size = SHAPES[shape].get("vocab_size", 99)
+            own["sampler_bytes"] = sampler_bytes(length, vocab_size)
+        share = own["sampler"] / own["step"]
+        print(
+            f"{shape}: {1000 * own['step']:.0f} ms a step of {length} slots, {share:.0%} of it the sampler", flush=True
+        )
+    if record is not None:
+        record.write_text(json.dumps({"slots": length, "torch": torch.__version__, "shapes": found}, indent=1) + "\n")
+
+
 def measure_memory() -> None:
     length, vocab_size = 256, 262_144
     given = 4 * length * vocab_size
@@ -299,11 +366,12 @@ def measure_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["generate", "verify", "memory"])
+    parser.add_argument("what", choices=["generate", "verify", "memory", "canvas"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="canvas: file for the record")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -311,6 +379,8 @@ def main() -> None:
         compare_generate(options.shapes, options.repeats, options.device)
     elif options.what == "verify":
         compare_verify()
+    elif options.what == "canvas":
+        measure_canvas(options.shapes, STEPS, options.device, options.json)
     else:
         measure_memory()
 

@@ -11,6 +11,7 @@ KVDtype = Literal["auto", "int8", "int4"]
 """Format of K/V: the model's dtype, 8 bits, or 4 bits after a random rotation."""
 Verification = Literal["auto", "speculative", "match"]
 Schedule = Literal["cosine", "linear", "sqrt"]
+DraftAttention = Literal["target", "torch", "native", "triton"]
 
 
 @names_unknown_fields
@@ -74,7 +75,7 @@ class DecodingConfig(DraftingConfig):
     """Settings of drafting and verification. All choices are lossless; they differ in speed.
 
     Settings can change between two steps (:meth:`volley.Engine.reconfigure`), except those that determine where K/V are stored:
-    ``draft_window``, ``kv_dtype`` and ``draft_kv_dtype``.
+    ``draft_window``, ``kv_dtype`` and ``draft_kv_dtype``, and how the drafter runs: ``draft_attention`` and ``compile``.
     """
 
     block_size: int | None = None
@@ -88,6 +89,11 @@ class DecodingConfig(DraftingConfig):
     """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
     draft_kv_dtype: KVDtype = "auto"
     """Format of the drafter's K/V."""
+    draft_attention: DraftAttention = "target"
+    """Attention of the drafter: the target's, or torch (PyTorch's operations), native (the C kernel of a CPU) or triton (a GPU's
+    kernel)."""
+    compile: bool = False
+    """Compile the drafter with torch.compile, instead of volley's kernels; its weights then stay in the models' data type."""
     exact: bool = False
     """Refuse a model, machine or setting for which a token's logits can depend on other requests in the pass."""
 
@@ -106,6 +112,8 @@ class DecodingConfig(DraftingConfig):
                 "speculative verification needs the distribution each draft token was drawn from, which multi-step "
                 "denoising does not have; use verification='match' or denoising_steps=1"
             )
+        if self.draft_attention not in get_args(DraftAttention):
+            raise unknown_key("draft attention", str(self.draft_attention), get_args(DraftAttention))
         if self.tree_nodes is not None:
             self._check_tree(self.tree_nodes)
 
@@ -187,6 +195,8 @@ _OF_DRAFTERS = (
     "denoising_threshold",
     "draft_window",
     "draft_kv_dtype",
+    "draft_attention",
+    "compile",
     "tree_nodes",
 )
 _DRAFTING_POLICIES = ("feedback", "goodput:drafts")

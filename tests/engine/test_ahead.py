@@ -1,9 +1,9 @@
 """Passes launched before the tokens of the last are read: the same answers whatever happens, and who is served by them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.costs import settle
 from tests.engine.test_sampled import PROMPT, V, exact_law, soft_scored
 from tests.tiny import (
     Pair,
+    Placed,
     answers_and_drafts,
     block_proposer,
     eager_model,
@@ -26,10 +27,17 @@ from tests.tiny import (
     target_config,
 )
 from volley import Engine, SamplingParams
+from volley.decode.work import Ask
 from volley.engine import ahead, capacity
 from volley.engine.engine import Engine as AnyEngine
+from volley.engine.states import DraftRing
 from volley.memory.device import Device
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters import heads
+from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
+from volley.policies.base import Cycle
+from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
 from volley.proposers import block
 
@@ -37,6 +45,7 @@ PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
 LONG = SamplingParams(max_tokens=14)
 SEEDED = SamplingParams(max_tokens=14, temperature=1.0, seed=5)
+SMALL = {"num_target_layers": 2, "target_layer_ids": (0, 1), "num_hidden_layers": 1, "vocab_size": 260}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,18 +60,38 @@ def _fixed_memory() -> Iterator[None]:
 @functools.cache
 def pair() -> Pair:
     """Bytes are its tokens, so that stop strings are found."""
-    small = {"num_target_layers": 2, "target_layer_ids": (0, 1), "num_hidden_layers": 1, "vocab_size": 260}
     hf = eager_model(target_config(vocab_size=260, num_hidden_layers=2))
-    return Pair(Target(hf, byte_tokenizer()), random_drafter(**small), hf)
+    return Pair(Target(hf, byte_tokenizer()), random_drafter(**SMALL), hf)
 
 
-def engine(*, drafts: bool = False, is_ahead: bool = True, **options: Any) -> Engine:
+@functools.cache
+def drafter_with(head: str | None) -> Drafter:
+    """The pair's drafter, or one with a sequential head whose transitions matter, and with a confidence head."""
+    if head is None:
+        return pair().drafter
+    kind, _, rated = head.partition(" ")
+    own: dict[str, Any] = {"head": HeadConfig(type=kind, rank=4, candidates=260, state=5 if kind == "domino" else None)}
+    if rated:
+        own["confidence_width"] = pair().drafter.config.hidden_size + 4
+    drafter = random_drafter(**SMALL, **own)
+    assert drafter.head is not None
+    for weight in drafter.head.parameters():
+        weight.mul_(1 if kind == "domino" else 4)
+    return drafter
+
+
+def engine(
+    *, drafts: bool = False, is_ahead: bool = True, head: str | None = None, unknown: int | None = None, **options: Any
+) -> Engine:
+    """Of every ``unknown``-th position the drafter knows nothing, so that its context and its head show in its drafts."""
     plain = {} if drafts else {"policy": "plain"}
     given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **plain, **options}
-    own = Engine(pair().target, pair().drafter if drafts else None, **given)
+    own = Engine(pair().target, drafter_with(head) if drafts else None, **given)
     own.ahead.is_used = is_ahead
     if drafts:
         place(own, texts())
+    if unknown is not None:
+        cast(Placed, own.proposer).known[::unknown] = 0
     return own
 
 
@@ -287,7 +316,7 @@ def test_many_wait_and_the_running_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": "goodput"}, {"policy": "feedback"}, {"draft_window": 5}, {"tree_nodes": 6}]
+    "options", [{"policy": "goodput"}, {"policy": "feedback"}, {"denoising_steps": 2}, {"tree_nodes": 6}]
 )
 def test_drafts_that_change_and_those_of_other_kinds_are_read_first(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -322,6 +351,101 @@ def test_every_cycle_of_greedy_chains_behind_the_first_is_served(policy: str, co
     assert min(lengths) < max(lengths)
     assert max(lengths) >= 3
     assert [own[0] for own in results] == [text[len(PROMPTS[i]) :][:24] for i, text in enumerate(texts()[:count])]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "a window": {"draft_window": 5},
+    "a wide window": {"draft_window": 30},
+    "a window, short blocks": {"draft_window": 9, "policy": "fixed:3"},
+    "small pages": {"draft_window": 5, "page_size": 1, "num_pages": 300},
+    "a residual head": {"head": "residual"},
+    "a Markov head and a window": {"head": "markov", "draft_window": 7},
+    "a head with a gate": {"head": "gated"},
+    "a selector": {"head": "selector"},
+    "a head with a state": {"head": "rnn"},
+    "Domino": {"head": "domino"},
+    "a confidence head": {"head": "dspark rated"},
+}
+
+
+def whole(drafts: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Near the end of a request the first tokens of a longer block are verified, and these differ from a shorter one's."""
+    most = max(len(own) for each in drafts for own in each)
+    return [[own for own in each if len(own) == most] for each in drafts]
+
+
+@pytest.fixture
+def _pairs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy chains of a head are chosen as a GPU does."""
+    monkeypatch.setattr(heads.BoundHead, "chains", heads.BoundHead.paired_chains)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_pairs_on_the_device")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["greedy", "matched", "speculative"])
+def test_drafts_in_windows_and_of_heads_are_served(way: str, kind: str) -> None:
+    """Their answers are those of passes that follow each other, and so are their drafts as long as these are whole."""
+    each = [replace(COLD, temperature=0.0 if kind == "greedy" else 0.05, seed=seed) for seed in range(4)]
+    own: dict[str, Any] = {"verification": "speculative"} if kind == "speculative" else {}
+    own |= {"params": each, "unknown": 4, **WAYS[way]}
+    results, drafts, found = chains(4, is_ahead=True, **own)
+    expected, others, _ = chains(4, is_ahead=False, **own)
+    assert [own[0] for own in results] == [own[0] for own in expected]
+    assert whole(drafts) == whole(others)
+    assert max(length for _, lengths, _ in results for length in lengths) >= 2
+    assert sum(found) > len(found) / 3
+    assert all(found[2:]) == (kind != "speculative")
+    if kind == "greedy":
+        assert [own[0] for own in results] == [text[len(PROMPTS[i]) :][:24] for i, text in enumerate(texts()[:4])]
+
+
+@pytest.mark.slow
+def test_a_ring_of_one_block_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the next block overwrites the window that it reads."""
+    params = replace(LONG, max_tokens=24, ignore_eos=True)
+    own: dict[str, Any] = {"params": params, "draft_window": 12, "page_size": 1, "num_pages": 300, "unknown": 2}
+    expected = whole(chains(4, is_ahead=False, **own)[1])
+    assert whole(chains(4, is_ahead=True, **own)[1]) == expected
+    monkeypatch.setattr("volley.engine.engine.blocks_in_ring", lambda _: 1)
+    found = chains(4, is_ahead=True, **own)[2]
+    assert sum(found) < len(found) / 4, "only short drafts near an end fit"
+
+    def crowded(ring: DraftRing, request: Request, num_tokens: int) -> bool:
+        ring._enter(request, num_tokens)
+        return True
+
+    monkeypatch.setattr(DraftRing, "reserve_ahead", crowded)
+    assert whole(chains(4, is_ahead=True, **own)[1]) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_pairs_on_the_device")
+@pytest.mark.parametrize("head", ["residual", "dspark rated", "rnn"])
+def test_confidences_of_launched_drafts_are_those_of_others(head: str) -> None:
+    confidences = []
+    for is_ahead in (True, False):
+        own = engine(drafts=True, is_ahead=is_ahead, policy=Observing(), head=head)
+        list(own.generate(PROMPTS[:3], replace(LONG, max_tokens=24, ignore_eos=True)))
+        confidences.append(cast(Observing, own.policy).seen)
+    assert confidences[0]
+    torch.testing.assert_close(*map(torch.tensor, confidences))
+
+
+class Observing(Fixed):
+    """Reads the confidences of whole drafts."""
+
+    uses_confidence = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[list[float]]()
+
+    def cuts(self, ask: Ask) -> bool:
+        return False
+
+    def observe(self, cycles: Sequence[Cycle]) -> None:
+        self.seen += [list(cycle.confidence[:3]) for cycle in cycles if cycle.ask.size == self.block_size - 1]
 
 
 COLD = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.05, draft_temperature=15.0, seed=2)

@@ -1,8 +1,9 @@
 """A pretended GPU has its next passes before the host waits for the tokens of the last ones; they are the CPU's."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -10,15 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.gpu.pretended import CUDA, EVENT, pretended_cuda
+from tests.gpu.pretended import CUDA, EVENT, move, pretended_cuda
 from tests.gpu.test_engine import GREEDY, SEEDED, Both, both, pretended
-from tests.tiny import block_proposer, greedy, place, random_prompts
+from tests.tiny import block_proposer, greedy, place, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.engine import capacity
 from volley.memory.batch import Segment
 from volley.memory.device import Device
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import DenseKVStore
+from volley.models.checkpoints.checkpoint import HeadConfig
 
 __all__ = ["both"]
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -26,11 +28,11 @@ SAMPLED = replace(LONG, temperature=1.0)
 
 
 def watched(
-    both: Both, count: int, params: SamplingParams, *, drafts: bool = False, is_ahead: bool = True
+    both: Both, count: int, params: SamplingParams, *, drafts: bool = False, is_ahead: bool = True, **options: Any
 ) -> tuple[list[int], list[int]]:
     """Launches that the device has left: when the host has the tokens of a step, and when it commits them."""
     with pretended_cuda() as counts:
-        engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy="fixed")
+        engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy="fixed", **options)
         if not is_ahead:
             engine.procedure.meanwhile = None  # the order before: a pass is launched when the last one has been read
         for prompt in random_prompts(count, longest=20, seed=1):
@@ -67,6 +69,33 @@ def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
 @pytest.mark.parametrize("count", [1, 3])
 def test_so_it_has_its_next_cycle_of_chains(both: Both, count: int, params: SamplingParams) -> None:
     left, committing = watched(both, count, params, drafts=True)
+    assert len(left) == 4
+    assert min(left + committing) > 0
+
+
+def with_head(both: Both, kind: str) -> Both:
+    """The pair with a drafter that has a sequential head, or a confidence head beside one."""
+    name, _, rated = kind.partition(" ")
+    config = both.here.drafter.config
+    head = HeadConfig(type=name, rank=4, candidates=8, state=5 if name == "domino" else None)
+    rates = {"confidence_width": config.hidden_size + 4} if rated else {}
+    drafter = random_drafter(**vars(replace(config, head=head, **rates)))
+    with pretended():
+        return both._replace(here=both.here._replace(drafter=drafter), drafter=cast(Any, move(copy.deepcopy(drafter))))
+
+
+HEADS = ["residual", "markov", "dspark rated", "gated", "selector", "rnn", "domino"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "params", [LONG, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"]
+)
+@pytest.mark.parametrize("head", [None, *HEADS])
+def test_so_it_has_the_next_of_windows_and_heads(both: Both, head: str | None, params: SamplingParams) -> None:
+    """The host waits once a step, however many tokens of a head follow each other."""
+    own = {"draft_window": 8} if head in (None, "residual") else {}
+    left, committing = watched(both if head is None else with_head(both, head), 3, params, drafts=True, **own)
     assert len(left) == 4
     assert min(left + committing) > 0
 
@@ -124,8 +153,9 @@ def chains(target: Any, drafter: Any, texts: list[list[int]], own: dict[str, Any
         ({}, {"num_pages": 10, "page_size": 4}),
         ({"temperature": 0.3, "seed": 3}, {"max_running": 2}),
         ({"temperature": 0.3, "seed": 3}, {"max_running": 2, "verification": "speculative"}),
+        ({}, {"max_running": 2, "draft_window": 6}),
     ],
-    ids=["greedy", "few pages", "matched", "speculative"],
+    ids=["greedy", "few pages", "matched", "speculative", "a window"],
 )
 def test_chains_are_the_cpus(both: Both, own: dict[str, Any], options: dict[str, Any]) -> None:
     texts = [prompt + greedy(both.here.hf, prompt, max(LENGTHS)) for prompt in random_prompts(3, longest=20, seed=1)]

@@ -54,6 +54,8 @@ CASES = [
     pytest.param(2, GREEDY, {"denoising_steps": 2}, id="denoising"),
     pytest.param(2, GREEDY, {"kv_dtype": "int8", "draft_kv_dtype": "int8"}, id="int8 pools"),
     pytest.param(2, GREEDY, {"kv_dtype": "int4", "draft_kv_dtype": "int4"}, id="int4 pools"),
+    pytest.param(2, GREEDY, {"draft_attention": "torch"}, id="PyTorch's attention in the drafter"),
+    pytest.param(2, GREEDY, {"draft_attention": "triton"}, id="the kernel by its name"),
     pytest.param(3, GREEDY, {"num_pages": 12, "page_size": 4}, id="preemption"),
 ]
 """Requests, what they ask, and options of the engine."""

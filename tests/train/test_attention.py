@@ -5,8 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from volley.errors import ConfigError
 from volley.train import attention
 from volley.train.attention import ATTENTION, Layout, attend_grouped, attend_sdpa
+from volley.train.learner import choose_attention
+from volley.train.options import TrainConfig
 
 from .dense import attend_dense, dense_mask
 
@@ -78,6 +81,23 @@ def test_flex_attentions_mask_function_is_the_same_rule(window: int | None) -> N
     rows, keys = D * A * B, D * S + D * A * B
     made = create_mask(lambda b, h, q, k: layout.allowed(q, k), None, None, rows, keys, device="cpu")
     assert torch.equal(made[0, 0], dense_mask(layout))
+
+
+def test_the_log_says_once_how_long_flex_attention_was_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "compiled_flex", [])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *given, **options: given[0] + 1)
+    assert [attention._flex_kernel()(place) for place in (1, 2)] == [2, 3]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "FlexAttention was compiled in 0 s"
+
+
+def test_flex_attention_is_refused_where_it_does_not_train() -> None:
+    config = TrainConfig(target="t", data=("d",), out="o", attention="flex")
+    with pytest.raises(ConfigError, match="no backward pass on a CPU; train with attention='grouped' here"):
+        choose_attention(config, torch.device("cpu"))
+    assert choose_attention(config, torch.device("cuda")) == "flex"
 
 
 @pytest.mark.parametrize("attend", [attend_dense, attend_grouped, attend_sdpa])

@@ -15,7 +15,7 @@ from tests.tiny import VOCAB, Pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
 from volley.models.drafters.drafter import Drafter
-from volley.models.drafters.pilot import PilotConfig, load_pilot
+from volley.models.drafters.pilot import PilotConfig, load_pilot, net_for, save_pilot
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.options import PilotOptions
 from volley.train.pilot import (
@@ -162,15 +162,17 @@ def test_the_command_leaves_a_pilot_beside_the_drafter(
     file = tmp_path / "p.jsonl"
     file.write_text("".join(f'{{"prompt": "number {i}"}}\n' for i in range(6)))
     pair = ("--target", tiny_pair.target, "--drafter", drafter, *FAST)
-    few = ("--max-tokens", 6, "--epochs", 2, "--radius", 4)
+    few = ("--max-tokens", 12, "--epochs", 2, "--radius", 4)
     missing = failure(monkeypatch, capsys, "generate", "Hi", "--policy", "pilot", *pair)
     assert "there is no pilot in" in missing
     assert "train one with `volley pilot`" in missing
     _, errors = run("pilot", "--prompts", file, *few, *pair)
     assert "6/6 prompts labelled" in errors
     assert "On prompts it was not trained on:" in errors
-    assert load_pilot(Drafter.from_pretrained(drafter))[0].block_sizes == (2, 3, 4, 5, 6)
+    assert load_pilot(Drafter.from_pretrained(drafter))[0].block_sizes == (2, 3, 4, 5, 6, 7, 8, 9, 10)
     answer, _ = run("generate", "Hi", "--policy", "pilot", "--max-tokens", 8, *pair)
+    engine = Engine.from_pretrained(tiny_pair.target, drafter, policy="pilot", dtype=torch.float32)
+    assert engine.block_size == 10, "the trained block has 6"
     plain, _ = run("generate", "Hi", "--drafter", "none", "--policy", "plain", "--max-tokens", 8, *pair[:2], *FAST)
     assert answer == plain
 
@@ -193,11 +195,32 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_sizes_to_choose_from() -> None:
-    assert PilotOptions(prompts=("p",)).block_sizes(16) == (14, 15, 16)
+    assert PilotOptions(prompts=("p",)).block_sizes(16) == (14, 15, 16, 17, 18)
     assert PilotOptions(prompts=("p",), block_size=8, radius=1).block_sizes(16) == (7, 8, 9)
-    assert PilotOptions(prompts=("p",), radius=9).block_sizes(6) == (2, 3, 4, 5, 6)
-    with pytest.raises(ConfigError, match="leave 1 of 2 to 6"):
-        PilotOptions(prompts=("p",), block_size=8).block_sizes(6)
+    assert PilotOptions(prompts=("p",), radius=4).block_sizes(3) == (2, 3, 4, 5, 6, 7)
+    with pytest.raises(ConfigError, match="block_size is 1"):
+        PilotOptions(prompts=("p",), block_size=1)
+
+
+@pytest.mark.slow
+def test_a_pilot_that_chooses_above_the_trained_block(pair: Pair, tmp_path: Path) -> None:
+    """Answers are plain decoding's, and verified blocks have the size that the pilot chose."""
+    drafter = random_drafter()
+    drafter.folder = tmp_path
+    trained = drafter.config.block_size
+    sizes = (trained - 1, trained, trained + 3)
+    config = PilotConfig(drafter=drafter_fingerprint(drafter), input="top", block_sizes=sizes, width=4, layers=1)
+    net = net_for(config, drafter)
+    torch.nn.init.zeros_(net[0].weight)
+    net[0].bias.data = torch.tensor([0.0, 0.0, 1.0])
+    save_pilot(tmp_path, config, net)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    (plain,) = Engine(pair.target, policy="plain").generate(PROMPTS[0], params)
+    for window in (None, 6):
+        engine = Engine(pair.target, drafter, policy="pilot", draft_window=window, page_size=4, num_pages=100)
+        (result,) = engine.generate(PROMPTS[0], params)
+        assert result.token_ids == plain.token_ids
+        assert max(result.stats.block_sizes) == trained + 3
 
 
 def test_nothing_to_train_for(pair: Pair) -> None:

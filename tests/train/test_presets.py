@@ -1,6 +1,7 @@
 """Where a search begins is derived from the target's config alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeCo
 
 from tests.models.gguf.files import random_model, write_model
 from volley import native
-from volley.errors import CheckpointError
-from volley.train.presets import FAMILIES, learning_rate_for, preset_for, read_preset, training_dtype
+from volley.errors import CheckpointError, ConfigError
+from volley.train.options import TrainConfig
+from volley.train.presets import FAMILIES, learning_rate_for, preset_for, read_preset, training_dtype, with_preset
 
 
 def test_a_published_shape_comes_out_of_its_targets_config() -> None:
@@ -36,6 +38,21 @@ def test_experts_get_a_dense_width_and_shallow_targets_few_layers() -> None:
     assert preset_for(GptOssConfig(num_hidden_layers=24)).block_size == 8
     shallow = preset_for(Gemma3TextConfig(num_hidden_layers=5, hidden_size=64))
     assert (shallow.family, shallow.num_layers, shallow.taps) == ("Gemma", 1, (1, 2))
+
+
+def test_the_papers_recipe_is_a_preset() -> None:
+    """Its sizes hold for any target; what is given goes before them."""
+    target = Qwen3Config(hidden_size=256, num_hidden_layers=20)
+    given: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o", "preset": "paper"}
+    found = with_preset(TrainConfig(**given), target, torch.device("cpu"))
+    assert (found.anchors_per_sequence, found.max_length, found.block_size, found.num_layers) == (512, 3072, 16, 5)
+    assert (found.optimizer, found.learning_rate, found.loss_decay, found.epochs) == ("adamw", 6e-4, "decay", 6)
+    own = with_preset(TrainConfig(**given, anchors_per_sequence=8, epochs=1), target, torch.device("cpu"))
+    assert (own.anchors_per_sequence, own.epochs, own.max_length) == (8, 1, 3072)
+    usual = with_preset(TrainConfig(**{**given, "preset": None}), target, torch.device("cpu"))
+    assert (usual.anchors_per_sequence, usual.num_layers, usual.optimizer) == (None, 2, "muon")
+    with pytest.raises(ConfigError, match=r"unknown preset 'papers'.*paper"):
+        with_preset(TrainConfig(**{**given, "preset": "papers"}), target, torch.device("cpu"))
 
 
 def test_the_learning_rate_falls_with_the_width() -> None:

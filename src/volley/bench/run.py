@@ -47,7 +47,8 @@ def draft_model_runner(engine: Engine, path: str, tokens: int) -> tuple[Case, Ru
         model = Target.from_pretrained(path, target.dtype, target.device)
         beside = _beside(engine, AutoregressiveProposer(model, target.vocab_size, size))
     else:
-        drafter = load_drafter(path, target, engine.drafter_source[1] if engine.drafter_source else "auto")
+        weights = engine.drafter_source[1] if engine.drafter_source else "auto"
+        drafter = load_drafter(path, target, weights, compiled=engine.config.compile)
         size = size if drafter.config.eagle else drafter.config.block_size
         beside = _beside(engine, drafter=drafter)
     case = Case(name_of(path), replace(PLAIN.decoding, block_size=size))

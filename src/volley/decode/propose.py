@@ -7,13 +7,23 @@ sampling is lossless.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from volley.decode.late import late_proposals
-from volley.decode.sampling import Numbers, PositionNoise, Purpose, draft_probs, draw, exponentials, race, uniforms_of
+from volley.decode.sampling import (
+    Numbers,
+    PositionNoise,
+    Purpose,
+    draft_probs,
+    draw,
+    exponentials,
+    moved_uniforms,
+    race,
+    uniforms_of,
+)
 from volley.decode.work import Rule, Work
 from volley.memory.upload import upload, upload_indices
 from volley.types import Proposal, SamplingParams
@@ -46,54 +56,78 @@ def propose_coupled(
     return race(draft_probs(logits, params), exponentials(places, logits.shape[-1], logits.device, moved))
 
 
-def walk_best(after: Transitions, works: Works) -> list[Proposal]:
+class Start(NamedTuple):
+    """Where chains of one size begin if only the device knows: each text is ``moved [n]`` tokens and ``anchors [n]`` longer."""
+
+    anchors: Tensor
+    moved: Tensor
+
+    def only(self, members: Sequence[int]) -> "Start":
+        """Return the start of some of the chains."""
+        indices = upload_indices(members, self.moved.device)
+        return Start(self.anchors.index_select(0, indices), self.moved.index_select(0, indices))
+
+
+def walk_best(after: Transitions, works: Works, start: Start | None = None) -> list[Proposal]:
     """Draft the most likely token of every position, given the tokens before it."""
-    return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1)))
+    return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1), start))
 
 
-def walk_sampled(after: Transitions, works: Works, drafted: Tensor | None = None) -> list[Proposal]:
+def walk_sampled(
+    after: Transitions, works: Works, start: Start | None = None, drafted: Tensor | None = None
+) -> list[Proposal]:
     """Draw every position given the token drawn before it, for rejection sampling.
 
     ``after`` may return logits of the tokens ``drafted [n]`` only.
     """
-    cycles = [(work.request.noise, work.request.length) for work in works]
-    numbers = uniforms_of(cycles, [work.ask.positions for work in works], Purpose.DRAFT)
+    cycles = [(work.request.noise, work.request.length + (start is not None)) for work in works]
+    sizes = [work.ask.positions for work in works]
     drawn: list[Tensor] = []  # uniforms and distributions of all positions, made once device and size are known
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
         if not drawn:
-            drawn.append(upload(numbers, distributions.device))
-            drawn.append(distributions.new_empty(len(numbers), distributions.shape[-1]))
+            if start is None:
+                drawn.append(upload(uniforms_of(cycles, sizes, Purpose.DRAFT), distributions.device))
+            else:
+                drawn.append(moved_uniforms(cycles, sizes[0], Purpose.DRAFT, start.moved))
+            drawn.append(distributions.new_empty(sum(sizes), distributions.shape[-1]))
         drawn[1].index_copy_(0, rows, distributions)
         found = draw(distributions, drawn[0].index_select(0, rows))
         return found if drafted is None else drafted.index_select(0, found)
 
-    tokens = _walk(after, works, choose)
+    tokens = _walk(after, works, choose, start)
     return late_proposals(works, tokens, drawn[1], drafted)
 
 
-def walk_coupled(after: Transitions, works: Works) -> list[Proposal]:
+def walk_coupled(after: Transitions, works: Works, start: Start | None = None) -> list[Proposal]:
     """Draw with the noise that the target will use at each position, for coupled sampling only."""
+    moved = None if start is None else start.moved
 
     def choose(distributions: Tensor, _: Tensor, works: Works, position: int) -> Tensor:
-        places = [(work.request.noise, work.request.length + position) for work in works]
-        return race(distributions, exponentials(places, distributions.shape[-1], distributions.device))
+        first = position + (start is not None)
+        places = [(work.request.noise, work.request.length + first) for work in works]
+        return race(distributions, exponentials(places, distributions.shape[-1], distributions.device, moved))
 
-    return late_proposals(works, _walk(after, works, choose))
+    return late_proposals(works, _walk(after, works, choose, start))
 
 
 WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
 """Functions that draft chains token by token, by verification rule. Their works must have equal sampling parameters."""
 
 
-def _walk(after: Transitions, works: Works, choose: Callable[[Tensor, Tensor, Works, int], Tensor]) -> Tensor:
+def _walk(
+    after: Transitions,
+    works: Works,
+    choose: Callable[[Tensor, Tensor, Works, int], Tensor],
+    start: Start | None,
+) -> Tensor:
     """Draft the tokens ``[Σ k]`` of all blocks, on the device of the logits; the host reads none.
 
     ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows.
     """
     sizes, params = [work.ask.positions for work in works], works[0].request.params
     starts, walking = np.cumsum([0, *sizes]).tolist(), list(range(len(works)))
-    tokens: list[int] | Tensor = [work.request.anchor for work in works]
+    tokens: list[int] | Tensor = [work.request.anchor for work in works] if start is None else start.anchors
     found: list[Tensor] = []
     for position in range(max(sizes)):
         left = [place for place, index in enumerate(walking) if sizes[index] > position]

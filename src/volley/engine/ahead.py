@@ -7,6 +7,9 @@ advances by one token. For chains it computes the drafter's K/V, a draft and its
 as if no draft token was accepted. The device then shifts their positions (``memory/graphs.py``) and the noise of sampled
 drafts by the accepted counts.
 
+A sequential head walks the positions of a draft on the device, token by token. A draft window's ring holds two blocks, so that
+the next one does not overwrite what the current one reads.
+
 The launch is speculative: it assumes that the next step drafts as many tokens as this one. The scheduler ignores it. If the
 step that is scheduled matches what was launched, on the same pages, that result is used. Otherwise it is dropped, and the
 step's own passes write the same K/V again. Output is the same either way.
@@ -101,11 +104,12 @@ class Ahead:
         if step is None or not self._is_likely(step, works, size) or not going_on:
             return
         tokens = tokens.clamp_min(0)  # a row with non-finite logits chose no token; its request does not use the launch
-        pages, starts = self._scheduler.sequences.pages, [work.request.computed + 1 for work in going_on]
+        sequences, starts = self._scheduler.sequences, [work.request.computed + 1 for work in going_on]
         ends = [start + (2 * (1 + size) if size else 1) for start in starts]
         if max(ends) > self._runner.target.context_length or len(going_on) * (1 + size) > MOST_ROWS:
             return
-        if not all(pages.reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
+        reserve = sequences.reserve_ahead if size else sequences.pages.reserve
+        if not all(reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
             return
         segments = [Segment(work.request.table, start, 1 + size) for work, start in zip(going_on, starts, strict=True)]
         guesses = [Work(own.request, replace(own.ask, size=size, positions=size)) for own in going_on]
@@ -130,7 +134,7 @@ class Ahead:
         assert self._model is not None
         assert self.proposer is not None
         # K/V are written for whole blocks. The K/V of a rejected token are overwritten by the next block.
-        spans = [(work.request.table, work.request.computed, len(work.proposal.token_ids)) for work in step.works]
+        spans = [(work.request.draft_table, work.request.computed, len(work.proposal.token_ids)) for work in step.works]
         slots = np.concatenate([table.slot_array(start, start + 1 + size) for table, start, size in spans])
         self._model.keep(step.features, step.batch.positions, upload(slots, tokens.device), None)
         step.has_draft_kv = True
@@ -156,7 +160,7 @@ class Ahead:
         )
         if size:
             is_alike = is_alike and self._model is not None and not self._model.reads_next and step.features is not None
-            is_alike = is_alike and all(_is_drafted_by_drafter(work.request) for work in works)
+            is_alike = is_alike and all(work.request.adapter is None for work in works)
         self._num_alike = 0 if not is_alike else self._num_alike + 1 if size == self._size else 1
         self._size = size
         policy, scheduler, newcomers = self._pacing.policy, self._scheduler, self._pacing.costs.arrivals.newcomers
@@ -211,11 +215,6 @@ class Ahead:
 
 def _is_chain(work: Work[Request]) -> bool:
     return work.kind is Kind.DECODE and work.ask.shape is Shape.CHAIN
-
-
-def _is_drafted_by_drafter(request: Request) -> bool:
-    """Return True for a request without an adapter and without a draft window (a ring cannot hold two blocks)."""
-    return request.adapter is None and request.draft_table is request.table
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from volley.config import CapacityConfig, DecodingConfig
-from volley.engine.states import num_rings, ring_pages
+from volley.engine.states import blocks_in_ring, num_rings, ring_pages
 from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.rehearsal import made_up, spread
 from volley.models.targets.target import Target
@@ -92,19 +93,19 @@ def _tokens_on_cpu(per_token: int) -> int:
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
     """Call :func:`fit` with the sizes of these models, on the target's device."""
     per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
-    page_size = config.page_size or _page_size(target.diffusion)
+    page_size, device = config.page_size or _page_size(target.diffusion), find_device(target.device)
     if drafter is not None:
         drafted, window = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window)
         own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
         if window is None:
             per_token += own
         else:
-            per_ring = (
-                own * page_size * ring_pages(decoding.largest_block(drafter.config.block_size), window, page_size)
-            )
+            blocks = blocks_in_ring(config.cuda_graphs and device.kind == "cuda")
+            drafts = blocks * largest_block(decoding, drafter.config.block_size, drafter.folder)
+            per_ring = own * page_size * ring_pages(drafts, window, page_size)
     return fit(
         replace(config, page_size=page_size),
-        find_device(target.device),
+        device,
         per_token=per_token,
         per_ring=per_ring,
         context_length=target.context_length,

@@ -33,6 +33,7 @@ from volley.engine.states import (
     SequenceState,
     Snapshot,
     TargetPages,
+    blocks_in_ring,
     num_rings,
     ring_pages,
 )
@@ -45,6 +46,7 @@ from volley.memory.kv_store import KVStore, make_store
 from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.models.targets.diffusion import load_target
 from volley.models.targets.target import Target
 from volley.native import TargetWeights, WantedDraftWeights
@@ -133,15 +135,21 @@ class Engine:
         pages = TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching)
         model, others, window = None, list[SequenceState](), None
         if drafter is not None:
-            window = drafter.config.window_for(config.draft_window)
             check_pair(drafter, target)
-            block = config.largest_block(drafter.config.block_size)
+            window = drafter.config.window_for(config.draft_window)
+            if target.world > 1:  # imported here, since it takes PyTorch's distributed tensors
+                from volley.models.drafters.divided import part_for
+
+                drafter = part_for(drafter, target)
+            block = largest_block(config, drafter.config.block_size, drafter.folder)
+            blocks = blocks_in_ring(capacity.cuda_graphs)
             drafter.rotary.cover(min(target.context_length, num_pages * size) + block)
             if window is not None:
-                num_pages = ring_pages(block, window, size) * num_rings(capacity.max_running)
+                num_pages = ring_pages(blocks * block, window, size) * num_rings(capacity.max_running)
             kv = self._make_draft_store(drafter, self._num_slots(num_pages))
-            model = make_draft_model(drafter, kv, target, window)
-            ring = window and DraftRing(model, window, size, capacity.max_running, block_size=block)
+            model = make_draft_model(drafter, kv, target, window, config)
+            most = capacity.max_running
+            ring = window and DraftRing(model, window, size, most, block_size=block, num_blocks=blocks)
             others.append(ring or DraftContext(model))
         self.recurrent = make_recurrent(target, capacity)
         self.sequences = Sequences(pages, [*others, self.recurrent] if self.recurrent else others)
@@ -196,7 +204,8 @@ class Engine:
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
-        engine = cls(target, None if drafter is None else load_drafter(drafter, target, draft_weights), **options)
+        loaded = load_drafter(drafter, target, draft_weights, compiled=config.compile) if drafted else None
+        engine = cls(target, loaded, **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         report_memory(engine)
         return engine
@@ -421,11 +430,10 @@ class Engine:
 
         Running requests go on. A policy that stays the same keeps what it has learnt.
         """
-        for name in ("draft_window", "kv_dtype", "draft_kv_dtype"):
+        for name in ("draft_window", "kv_dtype", "draft_kv_dtype", "draft_attention", "compile"):
             if getattr(config, name) != getattr(self.config, name):
-                raise ConfigError(
-                    f"{name} decides how K/V are stored and cannot change; make another engine to change it"
-                )
+                what = "how K/V are stored" if name.endswith(("window", "dtype")) else "how the drafter runs"
+                raise ConfigError(f"{name} decides {what} and cannot change; make another engine to change it")
         check_exact(self.target, self.runner.store, config)
         check_settings(config, self.proposer, can_grow_trees=self._can_grow_trees)
         if self.proposer is not None:

@@ -56,6 +56,10 @@ class SequenceState(ABC):
         """Reserve capacity for ``num_tokens`` tokens of a request. Return False, and change nothing, if it is not there."""
         return True
 
+    def reserve_ahead(self, request: Request, num_tokens: int) -> bool:
+        """Call :meth:`reserve` for a draft that is launched before the current one is verified."""
+        return self.reserve(request, num_tokens)
+
     def match_prefix(self, request: Request, most: int) -> int:
         """Return how many of the first ``most`` tokens of a new request are cached."""
         return most
@@ -278,13 +282,15 @@ class DraftRing(DraftContext):
         most_waiting: int = 256,
         *,
         block_size: int | None = None,
+        num_blocks: int = 1,
     ) -> None:
         """Make rings for ``max_running`` requests. ``block_size`` is the largest block that is drafted; by default the
-        drafter's own."""
+        drafter's own. With ``num_blocks`` 2 the next block can be drafted before the current one is verified."""
         super().__init__(model, most_waiting)
         self.window, self.page_size = window, page_size
         self.block_size = block_size or model.drafter.config.block_size
-        self.num_pages = ring_pages(self.block_size, window, page_size)
+        self._reach = num_blocks * self.block_size
+        self.num_pages = ring_pages(self._reach, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
         self.can_rest = not model.reads_next
         self._behind = set[Request]()  # requests whose last tokens have no draft K/V
@@ -295,6 +301,12 @@ class DraftRing(DraftContext):
             request.draft_table = self._begin(request)
         if request not in self._behind:
             self._enter(request, request.computed + self.block_size)
+        return True
+
+    def reserve_ahead(self, request: Request, num_tokens: int) -> bool:
+        if request.rests or request in self._behind or num_tokens > request.computed + 1 + self._reach:
+            return False
+        self._enter(request, num_tokens)
         return True
 
     def _begin(self, request: Request) -> BlockTable:
@@ -388,9 +400,14 @@ def num_rings(max_running: int) -> int:
     return max_running + 4
 
 
-def ring_pages(block_size: int, window: int, page_size: int) -> int:
-    """Return the pages of a ring that holds a draft window and a block, at any alignment."""
-    return -(-(window + block_size) // page_size) + 1
+def ring_pages(num_drafted: int, window: int, page_size: int) -> int:
+    """Return the pages of a ring that holds a draft window and ``num_drafted`` tokens of blocks, at any alignment."""
+    return -(-(window + num_drafted) // page_size) + 1
+
+
+def blocks_in_ring(cuda_graphs: bool) -> int:
+    """Return how many blocks a ring holds: two if the next pass may be launched before the current one is verified."""
+    return 1 + cuda_graphs
 
 
 class Sequences:
@@ -405,6 +422,10 @@ class Sequences:
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve capacity for ``num_tokens`` tokens in every state."""
         return all(state.reserve(request, num_tokens) for state in self.states)
+
+    def reserve_ahead(self, request: Request, num_tokens: int) -> bool:
+        """Call :meth:`reserve` for a draft that is launched before the current one is verified."""
+        return all(state.reserve_ahead(request, num_tokens) for state in self.states)
 
     def admit(self, request: Request, num_tokens: int) -> bool:
         """Reuse the cached prefix of a request. Return False, and hold nothing, if ``num_tokens`` tokens would not fit."""

@@ -18,7 +18,7 @@ from volley.config import DraftingConfig
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.denoise import denoise
 from volley.decode.late import Reading, draft_tokens, late_proposals, read_drafts
-from volley.decode.propose import WALKS, propose_coupled, propose_sampled, walk_sampled
+from volley.decode.propose import WALKS, Start, propose_coupled, propose_sampled, walk_sampled
 from volley.decode.rules import Constraint, apply_rules, constraints
 from volley.decode.sampling import (
     PositionNoise,
@@ -39,6 +39,7 @@ from volley.memory.upload import upload, upload_indices, upload_together
 from volley.models.drafters.domino import BoundRecurrent
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
+from volley.models.drafters.pilot import largest_block
 from volley.models.layers.residency import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer, Works
@@ -50,8 +51,8 @@ class BlockProposer(Proposer):
         self.model = model
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
-        self.block_size = config.largest_block(model.drafter.config.block_size)
         drafter = model.drafter
+        self.block_size = largest_block(config, drafter.config.block_size, drafter.folder)
         self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 
     def use_fixed_memory(self, page_size: int) -> None:
@@ -199,19 +200,31 @@ class BlockProposer(Proposer):
         self, works: Works, segments: Sequence[Segment], anchors: Tensor, moved: Tensor, *, with_confidence: bool
     ) -> bool:
         config = self.model.drafter.config
-        if self.passes is None or not self.drafts_late or self.config.denoising_steps > 1:
+        if self.passes is None or self.config.denoising_steps > 1:
             return False
         length = segments[0].length - config.sample_from_anchor
-        blocks = [Segment(own.table, own.start, length, causal=False) for own in segments]
+        tables = [work.request.draft_table for work in works]
+        blocks = [Segment(table, own.start, length, causal=False) for table, own in zip(tables, segments, strict=True)]
         masks = torch.full((len(blocks), length - 1), config.mask_token_id, device=anchors.device)
         token_ids = torch.cat([anchors[:, None], masks], dim=1).flatten()
         rows = self.model.draft_rows(blocks)
         found = self.passes(blocks, [0] * len(token_ids), rows, {0: token_ids}, moved)
         if found is None:
             return False
-        logits = found[1][0][: len(rows)]
-        _choose(works, logits, moved)
-        if with_confidence:
+        logits, hidden = (output[: len(rows)] for output in found[1])
+        head, rated = self.model.bound_head, self.model.drafter.confidence_head
+        if head is None:
+            _choose(works, logits, moved)
+        else:
+            _walk(works, head, hidden, logits, Start(anchors, moved))
+        if with_confidence and rated is not None:
+            tokens = draft_tokens(works, anchors.device).view(len(works), -1)
+            before = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1).flatten()
+            rates = self.model.accept_rates(hidden, before).double()
+            for work, own in zip(works, torch.split(rates, _sizes(works)), strict=True):
+                assert work.proposal.late is not None
+                work.proposal.late.confidence = own
+        elif with_confidence:
             _note_confidence(works, logits)
         return True
 
@@ -383,8 +396,11 @@ def _choose_chains(works: Works, logits: Tensor, moved: Tensor | None) -> None:
         work.proposal = proposal
 
 
-def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor) -> float:
-    """Draft with a sequential head; return the seconds it took."""
+def _walk(
+    works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor, start: Start | None = None
+) -> float:
+    """Draft with a sequential head; return the seconds it took. Chains of one size can follow a ``start`` that only the device
+    knows."""
     started, sizes = time.perf_counter(), _sizes(works)
 
     def walked_alike(work: Work[Any]) -> tuple[Any, ...]:
@@ -396,37 +412,44 @@ def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits
     groups, parts = group_by(works, walked_alike), [torch.split(rows, sizes) for rows in (hidden, logits)]
     for (walk, *_), members in groups.items():
         own = [hidden, logits] if len(groups) == 1 else [torch.cat([each[i] for i in members]) for each in parts]
-        walk([works[i] for i in members], head, *own)
+        begin = start if start is None or len(groups) == 1 else start.only(members)
+        walk([works[i] for i in members], head, *own, begin)
     return time.perf_counter() - started
 
 
-def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+def _walk_trees(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor, _: Start | None) -> None:
     lattices = head.lattices(hidden, logits, [work.request.anchor for work in works], _sizes(works))
     for work, lattice in zip(works, lattices, strict=True):
         work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
 
 
-def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor) -> None:
+def _walk_chains(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor, start: Start | None) -> None:
     """Draft greedy chains."""
     sizes, anchors = _sizes(works), [work.request.anchor for work in works]
+    if start is not None:
+        drafted, chances = head.chains_unread(hidden, logits, start.anchors, sizes[0])
+        for work, proposal, own in zip(works, late_proposals(works, drafted), chances, strict=True):
+            assert proposal.late is not None
+            proposal.late.confidence, work.proposal = own, proposal
+        return
     tokens, sure = head.chains(hidden, logits, anchors, sizes)
     for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
         work.proposal = Proposal(tokens[end - size : end], confidence=sure[end - size : end])
 
 
 def _walk_distributions(
-    works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor
+    works: list[Work[Any]], head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor, start: Start | None
 ) -> None:
     """Draft chains token by token, of requests with one rule and equal sampling parameters."""
     rule, drafted = works[0].ask.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
-        if len(works) == 1 and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
+        if len(works) == 1 and start is None and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
             works[0].proposal = proposal
             return
         after, drafted = head.drafted_transitions(hidden, logits)
     else:
         after = head.transitions(hidden, logits, _sizes(works))
-    proposals = WALKS[rule](after, works) if drafted is None else walk_sampled(after, works, drafted)
+    proposals = WALKS[rule](after, works, start) if drafted is None else walk_sampled(after, works, start, drafted)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 
@@ -456,12 +479,16 @@ def _note_confidence(works: Works, logits: Tensor) -> None:
     is not known. Trees and greedy walks have recorded theirs already.
     """
     row = 0
-    for is_wanted, members in groupby(works, lambda work: not work.proposal.confidence):
+    for is_wanted, members in groupby(works, lambda work: not _has_confidence(work.proposal)):
         run = list(members)
         end = row + sum(_sizes(run))
         if is_wanted:
             _note_rows(run, logits[row:end])
         row = end
+
+
+def _has_confidence(proposal: Proposal) -> bool:
+    return bool(proposal.confidence) or (proposal.late is not None and proposal.late.confidence is not None)
 
 
 def _note_rows(works: Works, logits: Tensor) -> None:

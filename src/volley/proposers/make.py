@@ -1,7 +1,10 @@
 """Make the draft model and the proposer for each type of drafter."""
 
+from typing import cast
+
 from volley.config import DecodingConfig, DraftingConfig, check_undrafted, read_by_drafters
 from volley.errors import ConfigError
+from volley.memory.kernels import attention_named
 from volley.memory.kv_store import KVStore
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
@@ -13,12 +16,30 @@ from volley.proposers.block import BlockProposer
 from volley.proposers.eagle import EagleProposer
 
 
-def make_draft_model(drafter: Drafter, store: KVStore, target: Target, window: int | None) -> DraftModel:
-    """Bind ``drafter`` to ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all."""
-    borrowed = (target.attention, target.embed, target.head)
+def make_draft_model(
+    drafter: Drafter, store: KVStore, target: Target, window: int | None, config: DecodingConfig | None = None
+) -> DraftModel:
+    """Bind ``drafter`` to ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all.
+
+    ``config`` says with which attention it runs, and whether it is compiled.
+    """
+    config, attention = config or DecodingConfig(), target.attention
+    if config.draft_attention != "target":
+        attention = attention_named(config.draft_attention, target.device)
+    borrowed = (attention, target.embed, target.head)
     if isinstance(drafter, EagleDrafter):
+        if config.compile:
+            raise ConfigError("an EAGLE-3 drafter is not compiled; leave compile out")
         return EagleModel(drafter, store, *borrowed, window, target.num_layers)
-    return DraftModel(drafter, store, *borrowed, window)
+    if target.world > 1:
+        from volley.models.drafters.divided import DividedModel, DrafterPart
+        from volley.models.targets.sharded import ShardedTarget
+
+        if isinstance(drafter, DrafterPart):
+            if config.compile:
+                raise ConfigError("a drafter that is divided over processes is not compiled; leave compile out")
+            return DividedModel(drafter, store, attention, cast(ShardedTarget, target), config.draft_kv_dtype, window)
+    return DraftModel(drafter, store, *borrowed, window, compiled=config.compile)
 
 
 def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> Proposer:

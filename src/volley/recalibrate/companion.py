@@ -137,7 +137,9 @@ class Recalibrator:
         return "bf16" if self._engine.drafter_source is None else self._engine.drafter_source[1]
 
     def _load(self, folder: str) -> Drafter:
-        return load_drafter(self.folder / folder, self._engine.target, self._weights)
+        return load_drafter(
+            self.folder / folder, self._engine.target, self._weights, compiled=self._engine.config.compile
+        )
 
     def _reloaded(self, drafter: Drafter) -> None:
         """Restart recalibration after the operator replaced the given drafter."""

@@ -110,7 +110,7 @@ class Service:
         if self._engine.drafter_source is None:
             raise ConfigError("this model has no drafter that was loaded from a folder; start the server with one")
         path, weights = self._engine.drafter_source
-        return load_drafter(path, self._engine.target, weights)
+        return load_drafter(path, self._engine.target, weights, compiled=self._engine.config.compile)
 
     # -- from bodies to jobs -------------------------------------------------------------------------------------------
     async def chat(self, body: ChatRequest, client: str = "") -> tuple[Job, Dialect]:

@@ -5,7 +5,9 @@ attention with a mask for each document, for GPUs) and ``flex`` (FlexAttention's
 trainings with many blocks of long documents).
 """
 
+import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from volley.models.drafters.drafter import Attend
 
+log = logging.getLogger(__name__)
 TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
 
 MASK_CELLS = 2**27
@@ -218,16 +221,25 @@ def attend_flex(layout: Layout, context: Context) -> Attend:
     return attend
 
 
-_compiled_flex: list[Callable[..., Any]] = []
+compiled_flex: list[Callable[..., Any]] = []
 
 
 def _flex_kernel() -> Callable[..., Any]:
     """Compile FlexAttention once per process; uncompiled it materialises every score."""
-    if not _compiled_flex:
+    if not compiled_flex:
         from torch.nn.attention.flex_attention import flex_attention
 
-        _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled_flex[0]
+        compiled = torch.compile(flex_attention, dynamic=True)
+
+        def first(*given: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            mixed = compiled(*given, **options)
+            log.warning("FlexAttention was compiled in %.0f s", time.perf_counter() - started)
+            compiled_flex[0] = compiled
+            return mixed
+
+        compiled_flex.append(first)
+    return compiled_flex[0]
 
 
 ATTENTION: dict[str, Callable[[Layout, Context], Attend]] = {

@@ -42,7 +42,7 @@ class Learner:
         self.shape = drafter.config
         self.vocabulary = _vocabulary(config, target, data.documents)
         fuse(drafter)
-        self.model = BlockForward(drafter, _choose_attention(config, ranks.device))
+        self.model = BlockForward(drafter, choose_attention(config, ranks.device))
 
     @property
     def name(self) -> str:
@@ -123,7 +123,12 @@ def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[D
     return Vocabulary(size, response_counts(documents, len(ends.head)), ends)
 
 
-def _choose_attention(config: TrainConfig, device: torch.device) -> str:
+def choose_attention(config: TrainConfig, device: torch.device) -> str:
+    """Return the name of the attention (``attention.py``) that a training uses on ``device``."""
+    if config.attention == "flex" and device.type == "cpu":
+        raise ConfigError(
+            "PyTorch's FlexAttention has no backward pass on a CPU; train with attention='grouped' here, or on a GPU"
+        )
     if config.attention != "auto":
         return config.attention
     return "sdpa" if device.type == "cuda" else "grouped"

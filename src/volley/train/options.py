@@ -282,7 +282,7 @@ class PilotOptions:
     concurrency: int = 1
     """Requests at once that the choice shall be fastest for."""
     block_size: int | None = None
-    """The middle of the sizes to choose from; by default the drafter's own."""
+    """The middle of the sizes to choose from, 2 or more; by default the drafter's own."""
     radius: int = 2
     """How far the sizes go to either side of it."""
     input: str = "top"
@@ -307,6 +307,7 @@ class PilotOptions:
         check_training(self.prompts)
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures are {self.temperatures}; give at least one, each 0 or more")
+        check_fields(self, ("block_size", (self.block_size or 2) >= 2, "2 or more, the anchor and a token"))
         positive = ("max_tokens", "batch", "concurrency", "epochs", "learning_rate")
         check_fields(self, *((name, getattr(self, name) > 0, "positive") for name in positive))
         if self.radius < 1:
@@ -315,13 +316,8 @@ class PilotOptions:
             )
         check_fields(self, ("eval_share", 0 < self.eval_share < 1, "between 0 and 1"))
 
-    def block_sizes(self, largest: int) -> tuple[int, ...]:
-        """The sizes a pilot chooses from, of a drafter for blocks of ``largest``."""
-        middle = self.block_size or largest
-        sizes = tuple(size for size in range(middle - self.radius, middle + self.radius + 1) if 2 <= size <= largest)
-        if len(sizes) < 2:
-            raise ConfigError(
-                f"blocks of {middle} ± {self.radius} leave {len(sizes)} of 2 to {largest} that this drafter can draft; "
-                "give another block_size or a larger radius"
-            )
-        return sizes
+    def block_sizes(self, trained: int) -> tuple[int, ...]:
+        """Return the sizes a pilot chooses from, of a drafter ``trained`` for a block size; those above it are drafted by the
+        same masks."""
+        middle = self.block_size or trained
+        return tuple(range(max(2, middle - self.radius), middle + self.radius + 1))

@@ -147,6 +147,14 @@ def label_all(
     return found
 
 
+def draft_up_to(engine: Engine, block_size: int) -> None:
+    """Let an idle engine draft blocks of up to ``block_size``, also above the trained one."""
+    assert engine.proposer is not None, "a drafter proposes"
+    if block_size > engine.proposer.block_size:
+        engine.config = engine.procedure.config = replace(engine.config, policy=None, block_size=block_size)
+        engine.use_drafter(engine.drafter)
+
+
 def _drafter(engine: Engine) -> Drafter:
     if engine.drafter is None:
         raise ConfigError("a pilot decides how much a drafter drafts, and there is none; name a drafter")
@@ -252,6 +260,7 @@ def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, in
         width=options.width,
         layers=options.layers,
     )
+    draft_up_to(engine, sizes[-1])
     examples = label_all(engine, options, sizes, report)
     seconds = cycle_seconds(engine, sizes, options.concurrency)
     held, kept = split(examples, options)

@@ -79,6 +79,18 @@ class Dimensions:
         return cls(text.model_type, text.num_hidden_layers, text.hidden_size, wide or 3 * text.hidden_size)
 
 
+PAPER = "paper"
+"""Name of the paper's recipe, for any target: blocks and layers of its family, AdamW, weights that decay, long rows."""
+PAPER_RECIPE: dict[str, Any] = {
+    "anchors_per_sequence": 512,
+    "max_length": 3072,
+    "optimizer": "adamw",
+    "learning_rate": PAPER_RATE,
+    "loss_decay": "decay",
+    "epochs": 6,
+}
+"""DFlash §A.1."""
+
 TARGETS = {
     "smollm2-135m": Dimensions("llama", 30, 576, 1536),
     "qwen2.5-coder-0.5b": Dimensions("qwen2", 24, 896, 4864),
@@ -145,7 +157,7 @@ def preset_for(config: Any) -> Preset:
 def preset_named(name: str) -> Preset:
     """The preset of a target by name; an error that names the nearest for an unknown one."""
     if name not in TARGETS:
-        raise unknown_key("preset", name, TARGETS)
+        raise unknown_key("preset", name, [*TARGETS, PAPER])
     return preset_of(TARGETS[name])
 
 
@@ -173,7 +185,8 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
 
     A drafter that is trained on keeps its shape where it must, and begins at the paper's learning rate.
     """
-    preset = preset_for(target) if config.preset is None else preset_named(config.preset)
+    is_papers = config.preset == PAPER
+    preset = preset_for(target) if config.preset is None or is_papers else preset_named(config.preset)
     width = target.get_text_config().hidden_size
     is_new = config.init in (None, RANDOM)
     optimizer = config.optimizer or (preset.optimizer if is_new else "adamw")
@@ -185,6 +198,11 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
         "tokens_per_batch": GPU_BATCH if device.type == "cuda" else CPU_BATCH,
         "max_length": LONGEST if config.tokens_per_batch is None else None,
     }
+    if is_papers:
+        family = family_of(target.get_text_config().model_type)
+        layers = min(family.layers, target.get_text_config().num_hidden_layers)
+        preset = replace(preset, block_size=family.block_size, num_layers=layers)
+        values |= PAPER_RECIPE
     if config.lora_rank is None and not config.keep_shape:
         values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size", "taps")}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})

@@ -21,6 +21,7 @@ from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import Projection
+from volley.models.drafters.pilot import largest_block
 from volley.proposers.block import BlockProposer
 from volley.types import SamplingParams
 from volley.vllm.passes import IntArray, Tokens
@@ -69,7 +70,7 @@ class SlotDrafter:
         self, drafter: Drafter, config: DraftingConfig, embed: Projection, head: Projection, max_requests: int
     ) -> None:
         self.drafter, self.config, self.embed, self.head = drafter, config, embed, head
-        self.block_size = config.largest_block(drafter.config.block_size)
+        self.block_size = largest_block(config, drafter.config.block_size, drafter.folder)
         self._num_scratch = max_requests * self.block_size
         self.token_ids = np.empty(0, dtype=np.int32)
         """Token whose K/V are in each slot; -1: none."""

@@ -19,6 +19,7 @@ from volley.files import read_json
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.checkpoints.formats import detect, drafter_folder, parse_config, read_raw
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.policies.make import DEFAULT_POLICY, make_policy
 from volley.vllm import launch
 
@@ -130,7 +131,7 @@ def engine_args(
     """
     folder = drafter_folder(Path(options.drafter))
     config = block_drafter(folder)
-    block_size = options.largest_block(config.block_size)
+    block_size = largest_block(options, config.block_size, folder)
     obstacles = [
         (not eager, "compiled passes do not call the hooks that tap the target"),
         (tensor_parallel_size > 1, "the target's embedding and head are split over processes"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.models.layers.accelerate import accelerate
 from volley.policies.make import DEFAULT_POLICY, make_policy
 from volley.vllm.drafting import SlotDrafter
@@ -52,7 +53,7 @@ class PluginProposer:
         layers = len(decoder_layers(target_model))
         drafter.config.check_target(hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=layers)
         self.drafter = drafter.to(next(target_model.parameters()).device).requires_grad_(False)
-        block_size = self.options.largest_block(drafter.config.block_size)
+        block_size = largest_block(self.options, drafter.config.block_size, drafter.folder)
         self.drafter.rotary.cover(self._max_length + block_size)
         accelerate(self.drafter)
         policy = self.options.policy or DEFAULT_POLICY

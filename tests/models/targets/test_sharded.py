@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,23 @@ from transformers.distributed import DistributedConfig
 from tests.conftest import TinyPair, byte_tokenizer
 from tests.costs import settle
 from tests.models.processes import run_ranks
-from tests.tiny import Answers, Taught, block_proposer, eager_model, random_prompts
+from tests.tiny import (
+    Answers,
+    Taught,
+    answers_and_drafts,
+    block_proposer,
+    eager_model,
+    random_drafter,
+    random_prompts,
+)
 from volley import Engine, SamplingParams, cli
 from volley.cli.models import ModelOptions, load_engine
 from volley.errors import ConfigError, ParallelError, UnsupportedModelError, VolleyError
 from volley.memory.attention import paged_attention
 from volley.memory.kv_store import KVStore
+from volley.models.checkpoints.checkpoint import HeadConfig
+from volley.models.drafters import divided as divided_drafter
+from volley.models.drafters.divided import DividedModel, divides, part_for
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.diffusion import load_target
 from volley.models.targets.sharded import Allocate, Command, Forward, Move, ShardedTarget
@@ -139,6 +150,69 @@ def test_the_cases_are_what_they_are_called(divided: dict[str, Answered]) -> Non
     assert divided["preemption"].preemptions > 0
     assert divided["prefix hits"].cached > 0
     assert min(divided[name].drafted for name in ("chains", "goodput", "trees")) > COUNT
+
+
+DRAFTED: dict[str, dict[str, Any]] = {
+    "chains": {},
+    "a window": {"draft_window": 9, "page_size": 4},
+    "trees": {"tree_nodes": 10},
+    "8-bit K/V": {"draft_kv_dtype": "int8"},
+    "denoising": {"denoising_steps": 2},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a head": {"head": HeadConfig(type="residual", rank=4, candidates=16)},
+    "biases": {"attention_bias": True},
+}
+
+
+def draft_all(path: Path, *, is_divided: bool) -> dict[str, list[list[list[int]]]]:
+    """All drafts of whole drafters or of divided ones, by their shapes and the engines' options."""
+    target, found = load_target(path, torch.float32, "auto", tensor_parallel=is_divided), {}
+    for shape, changes in SHAPES.items():
+        drafter = random_drafter(vocab_size=260, num_hidden_layers=2, **changes)
+        for name, options in DRAFTED.items():
+            engine = Engine(target, drafter, **{"policy": "fixed", **options})
+            model = engine.draft_model
+            assert model is not None
+            assert isinstance(model, DividedModel) == is_divided
+            assert model.drafter.kv_shapes == [(1 if is_divided else 2, drafter.config.head_dim)] * 2
+            drafts = answers_and_drafts(engine, PROMPTS, SamplingParams(max_tokens=COUNT, ignore_eos=True))[1]
+            found[f"{shape}, {name}"] = drafts
+            if block_proposer(engine).seconds(8, 2) <= 0:
+                raise AssertionError("a draft on made-up text takes time")
+            del engine, model
+            gc.collect()
+    return found
+
+
+def draft_divided(path: Path) -> dict[str, list[list[list[int]]]]:
+    return draft_all(path, is_divided=True)
+
+
+def draft_faultily(path: Path) -> dict[str, list[list[list[int]]]]:
+    """Planted: no rank adds what the other has."""
+    divided_drafter.sum_over_ranks = lambda _, __, output: output
+    return draft_all(path, is_divided=True)
+
+
+@pytest.mark.slow
+def test_a_divided_drafter_drafts_as_the_whole_one(tiny_pair: TinyPair) -> None:
+    expected = draft_all(tiny_pair.target, is_divided=False)
+    ended = run_ranks(draft_divided, tiny_pair.target)
+    assert ended.exit_codes == [0, 0], ended.result
+    assert ended.result == expected
+    assert len({str(drafts) for drafts in expected.values()}) > len(SHAPES)
+    faulty = run_ranks(draft_faultily, tiny_pair.target)
+    assert all(faulty.result[name] != drafts for name, drafts in expected.items())
+
+
+def test_who_is_not_divided_stays_whole(tiny_pair: TinyPair) -> None:
+    drafter = Drafter.from_pretrained(tiny_pair.drafter, torch.float32)
+    assert divides(drafter.config, 2)
+    assert not divides(drafter.config, 3)
+    assert not divides(replace(drafter.config, num_key_value_heads=1), 2)
+    assert part_for(drafter, Target.from_pretrained(tiny_pair.target, torch.float32)) is drafter
 
 
 SHAPE: dict[str, Any] = {

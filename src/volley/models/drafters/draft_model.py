@@ -1,5 +1,6 @@
 """Drafter bound to its K/V store, its adapters, and its target's embedding and head, for volley's engine and other engines."""
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from volley.errors import ConfigError, MismatchError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
+from volley.memory.native_attention import native_attention
 from volley.models.drafters.adapter import Adapter, adapted
 from volley.models.drafters.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
-from volley.models.drafters.drafter import Drafter, read_drafter
+from volley.models.drafters.drafter import Attend, Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
@@ -44,9 +46,15 @@ class DraftModel:
         embed: Projection,
         head: Projection,
         window: int | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """Bind a drafter to the target's ``embed`` and ``head``; with a ``window`` a block sees only so many tokens before it."""
+        """Bind a drafter to the target's ``embed`` and ``head``; with a ``window`` a block sees only so many tokens before it.
+
+        ``compiled`` runs its layers through ``torch.compile``. Raise ConfigError if there is no compiler for that.
+        """
         config = drafter.config
+        self._compiled = CompiledDrafter(drafter) if compiled else None
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
         self.window, self.windows = window, drafter.windows(window)
         self.taps = config.target_layer_ids
@@ -131,7 +139,8 @@ class DraftModel:
     @property
     def is_regular(self) -> bool:
         """Return whether a pass launches the same operations for any blocks of the same number and sizes."""
-        return not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
+        is_plain = not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
+        return is_plain and self._compiled is None
 
     def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
         """Return final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
@@ -146,7 +155,7 @@ class DraftModel:
             return self._attention(seen, store, layer, q, k, v, AttentionOptions(scale, self.windows[layer]))
 
         embeddings, decoder = drafter.embed(batch.token_ids, self.embed), self._decoder(drafter)
-        if decoder is not None and decoder.serves(store) and not causal:
+        if decoder is not None and self._attention is native_attention and decoder.serves(store) and not causal:
             cos, sin = drafter.rotary(batch.positions, embeddings.dtype)
             final, _ = decoder(embeddings, [(cos[:, 0], sin[:, 0])], batch, store)
             normed: Tensor = drafter.norm(final)
@@ -154,7 +163,8 @@ class DraftModel:
         places = None
         if drafter.config.conv_kernel_size is not None:
             places = torch.cat([torch.arange(segment.length) for segment in batch.segments]).to(self.device)
-        states: Tensor = drafter(embeddings, batch.positions, attend, places)
+        run = drafter if self._compiled is None or adapter is not None else self._compiled
+        states: Tensor = run(embeddings, batch.positions, attend, places)
         return states
 
     def accept_rates(self, hidden: Tensor, before: Tensor) -> Tensor:
@@ -182,17 +192,42 @@ class DraftModel:
         return self.drafter.logits(states, self.head)
 
 
-def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraftWeights) -> Drafter:
+def _unset(*_: object) -> Tensor:
+    raise AssertionError("a pass sets its attention")
+
+
+class CompiledDrafter:
+    """A drafter whose layers run through ``torch.compile``, for any number of tokens; attention stays as it is."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        if drafter.norm.weight.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            raise ConfigError("compile needs a C++ compiler, and none is found; install g++, or leave compile out")
+        self._attend: Attend = _unset
+        aside = torch.compiler.disable(lambda *given: self._attend(*given))  # type: ignore[no-untyped-call]
+        self._run = torch.compile(lambda *given: drafter(*given[:2], aside, *given[2:]), dynamic=True)
+
+    def __call__(self, embeddings: Tensor, positions: Tensor, attend: Attend, places: Tensor | None) -> Tensor:
+        self._attend = attend
+        states: Tensor = self._run(embeddings, positions, places)
+        return states
+
+
+def load_drafter(
+    path: str | Path | Drafter, target: Target, weights: WantedDraftWeights, *, compiled: bool = False
+) -> Drafter:
     """Load a drafter for ``target``, on its device and in its dtype, with ``weights`` in a format for this CPU.
 
-    An already loaded drafter keeps bf16 weights and drafts all tokens; other ``weights`` then raise ConfigError.
+    An already loaded drafter keeps bf16 weights and drafts all tokens; other ``weights`` then raise ConfigError. A drafter that
+    will be ``compiled`` keeps the target's dtype as well, and is not put on volley's kernels.
     """
+    if compiled and weights not in ("auto", "bf16"):
+        raise ConfigError(f"a compiled drafter has no {weights} weights; leave draft_weights or compile out")
     if isinstance(path, Drafter):
         if weights not in ("auto", "bf16"):
             raise ConfigError("draft_weights says how a drafter is loaded; give its folder instead of a loaded one")
         moved = path if path.norm.weight.device == target.device else path.to(target.device)
         return moved.to(target.dtype).eval()
-    kind = choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
+    kind = "bf16" if compiled else choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
     has_bias = getattr(target.model.get_output_embeddings(), "bias", None) is not None  # quantised weights lack it
     head: Tensor | native.Product | None = None if has_bias else target.kept_head
     with giving_back():
@@ -205,7 +240,8 @@ def load_drafter(path: str | Path | Drafter, target: Target, weights: WantedDraf
             drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:
             drafter.joined_kv = join_kv(drafter)
-        drafter.fuse(kind, None if kind == "bf16" else head, release=True)
+        if not compiled:
+            drafter.fuse(kind, None if kind == "bf16" else head, release=True)
     return drafter
 
 

@@ -412,6 +412,22 @@ class BoundHead:
                 tokens.append(int(own_tokens[place]))
         return tokens, sure
 
+    def chains_unread(self, hidden: Tensor, logits: Tensor, anchors: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Compute :meth:`paired_chains` of n blocks of ``size`` positions, and leave all on the device: tokens ``[n · size]``
+        and probabilities ``[n, size]``, in double precision. ``anchors [n]`` are on the device as well."""
+        count, most = len(anchors), min(self.most, PAIRED_CANDIDATES)
+        scores, candidates = self._pairs(hidden, logits, anchors, [size] * count, most)
+        chances, best = (x.view(count, size, most) for x in scores.float().softmax(-1).max(-1))
+        places, found = best[:, 0, :1], list[Tensor]()  # all rows are equal after an anchor
+        sure = [chances[:, 0, :1]]
+        for position in range(1, size):
+            sure.append(chances[:, position].gather(1, places))
+            found.append(places)
+            places = best[:, position].gather(1, places)
+        chosen = torch.cat([*found, places], dim=1)[:, :, None]
+        tokens = candidates.view(count, size, most).gather(2, chosen)
+        return tokens.flatten(), torch.cat(sure, dim=1).double()
+
     def lattices(self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]) -> list[Lattice]:
         """Return a lattice for each block, from ``hidden [Σk, H]`` and ``logits [Σk, V]`` of the blocks' positions.
 
@@ -426,12 +442,15 @@ class BoundHead:
         ]
 
     def _pairs(
-        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int], count: int
+        self, hidden: Tensor, logits: Tensor, anchors: Sequence[int] | Tensor, sizes: Sequence[int], count: int
     ) -> tuple[Tensor, Tensor]:
         """Return logits ``[Σk, c, c]`` of each candidate after each previous one, and the ``count`` candidates ``[Σk, c]``."""
         base, tokens = self._best(logits, count)
         starts = np.array(sizes, dtype=np.int64).cumsum() - np.array(sizes)
-        firsts, first_tokens = upload_together([starts, np.array(anchors, dtype=np.int64)], tokens.device)
+        if isinstance(anchors, Tensor):
+            firsts, first_tokens = upload_indices(starts.tolist(), tokens.device), anchors
+        else:
+            firsts, first_tokens = upload_together([starts, np.array(anchors, dtype=np.int64)], tokens.device)
         before = tokens.roll(1, dims=0)
         before[firsts] = first_tokens[:, None]
         own = self._context(hidden)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from volley.config import DraftingConfig
 from volley.errors import ConfigError, MismatchError, check_keys, unknown_key
 from volley.files import read_json, write_atomically
 from volley.models.drafters.drafter import Drafter
@@ -88,6 +89,17 @@ def save_pilot(folder: Path, config: PilotConfig, net: nn.Sequential) -> None:
     """Write both files, each atomically."""
     save_tensors(folder / WEIGHTS, net.state_dict(), {"format": "pt"})
     write_atomically(folder / CONFIG, json.dumps(asdict(config), indent=2) + "\n")
+
+
+def largest_block(config: DraftingConfig, trained: int, folder: Path | None) -> int:
+    """Return the largest block that is drafted by ``config``: the one a drafter was ``trained`` for, a fixed policy's, or the
+    largest that the pilot in the drafter's ``folder`` chooses from."""
+    name, _, named = config.policy.partition(":") if isinstance(config.policy, str) else ("", "", "")
+    own = Path(named) if named else folder
+    sizes: tuple[int, ...] = ()
+    if name == "pilot" and own is not None and (own / CONFIG).exists():
+        sizes = PilotConfig.from_json(read_json(own / CONFIG)).block_sizes
+    return max((config.largest_block(trained), *sizes))
 
 
 def load_pilot(drafter: Drafter, folder: Path | str | None = None) -> tuple[PilotConfig, nn.Sequential]:

@@ -87,7 +87,16 @@ class Free:
     store: int
 
 
-Command = Allocate | Forward | Move | Free
+class Order:
+    """Command that says itself what another rank does; ``held`` keeps what earlier orders have made there."""
+
+    __slots__ = ()
+
+    def obey(self, target: "ShardedTarget", held: dict[int, Any]) -> None:
+        raise NotImplementedError
+
+
+Command = Allocate | Forward | Move | Free | Order
 
 
 class ShardedTarget(Target):
@@ -100,7 +109,7 @@ class ShardedTarget(Target):
         """Take a ``model`` that transformers has divided over all processes of the default group."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        self._numbers, self._dropped = count(), list[int]()
+        self._numbers, self._dropped, self._held = count(), list[Command](), dict[int, Any]()
         self._stores: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
         self._is_running = self._is_closed = False
         _keep_local_weights(model)
@@ -159,8 +168,19 @@ class ShardedTarget(Target):
             self._send(Allocate(number, kv_dtype, num_slots))
         self._stores[store] = number
         store.on_move.append(lambda sources, targets: self._tell_move(number, sources, targets))
-        finalize(store, self._dropped.append, number)
+        finalize(store, self.order_later, Free(number))
         return store
+
+    @contextmanager
+    def ordered(self, order: Order) -> Iterator[None]:
+        """Send ``order`` to the other ranks. The body is rank 0's part of the work."""
+        with self._together():
+            self._send(order)
+            yield
+
+    def order_later(self, command: Command) -> None:
+        """Send ``command`` before the next one."""
+        self._dropped.append(command)
 
     def _tell_move(self, store: int, sources: Tensor, targets: Tensor) -> None:
         with self._together():
@@ -190,7 +210,7 @@ class ShardedTarget(Target):
 
     def _send(self, command: Command | None) -> None:
         while self._dropped:
-            dist.broadcast_object_list([Free(self._dropped.pop())], 0, self._control)
+            dist.broadcast_object_list([self._dropped.pop()], 0, self._control)
         dist.broadcast_object_list([command], 0, self._control)
 
     # -- the other ranks -----------------------------------------------------------------------------------------------
@@ -229,6 +249,8 @@ class ShardedTarget(Target):
                 stores[number].move(slots[0], slots[1])
             case Free(number):
                 del stores[number]
+            case Order():
+                command.obey(self, self._held)
 
     # -- all ranks -----------------------------------------------------------------------------------------------------
     @contextmanager

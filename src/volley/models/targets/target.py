@@ -155,6 +155,8 @@ class Target:
 
     can_be_tapped = True
     """True if a drafter can read the states of its layers."""
+    world = 1
+    """Number of processes that hold it."""
     takes_feedback = False
     """True if canvases get their last prediction as self-conditioning input (:meth:`feedback`)."""
 
