@@ -21,7 +21,7 @@ from jsonschema import validate
 from torch import Tensor
 
 from tests import tiny
-from tests.serve.pairwise import Row, pairs_of, pairwise
+from tests.pairwise import Row, pairs_of, pairwise
 from tests.serve.running import Running, running
 from tests.serve.tokenizers import EOS, FORMS, MARKS, VOCAB, call_in, made_up
 from volley import Engine, Grammar
