@@ -42,7 +42,7 @@ REQUESTS: dict[str, list[SamplingParams]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "none": {},
     "residual": {"head": HeadConfig(type="residual", rank=4, candidates=8)},
-    "dspark": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB // 2), "draft_vocab_size": VOCAB // 2},
+    "dspark": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB)},
     "adapters": {},
 }
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -159,6 +159,22 @@ def test_answers_are_those_of_plain_decoding(row: Row, tmp_path: Path) -> None:
         assert longest > 3
     if row["pool"].startswith("few") and row["max_batch_tokens"] > 5 and row["max_running"] > 3:
         assert preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "nemotron_h"])
+def test_settings_may_change_between_steps(name: str, tmp_path: Path) -> None:
+    row = {**ROWS[0], "target": (name, "auto"), "drafts": "trees of 25", "requests": "greedy", "head": "none"}
+    engine = taught({**row, "pool": "pages of 4", "max_batch_tokens": 13}, tmp_path)
+    requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    step = 0
+    while engine.scheduler.has_work:
+        nodes = (None, 2, 9, 30)[step % 4]
+        steps = 1 if nodes else 1 + step % 3
+        changes = {"block_size": 1 + step % 6, "tree_nodes": nodes, "denoising_steps": steps}
+        engine.reconfigure(replace(engine.config, policy=None, **changes))
+        engine.step()
+        step += 1
+    assert [request.result().token_ids for request in requests] == expected(name, "auto", "greedy")
 
 
 def forget_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,18 +103,6 @@ def test_a_text_is_copied_from_without_a_drafter(pair: Pair) -> None:
     assert max(result.stats.acceptance_length for result in results) > 1.0
 
 
-def test_settings_may_change_between_steps(pair: Pair) -> None:
-    engine = taught(pair, max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for step in range(400):
-        if not engine.scheduler.has_work:
-            break
-        steps = 1 + step % 3
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, denoising_steps=steps))
-        engine.step()
-    assert [request.result().token_ids for request in requests] == expected()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,18 +84,6 @@ def test_plain_decoding_without_a_drafter_and_copies() -> None:
     for policy in ("fixed", "goodput"):
         engine = Engine(target("qwen3_5_text"), page_size=4, policy=policy)
         assert tokens(run(engine)) == expected("qwen3_5_text")
-
-
-def test_settings_may_change_between_steps() -> None:
-    engine = taught("nemotron_h", max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    step = 0
-    while engine.scheduler.has_work:
-        nodes = 8 if step % 3 else None
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
-        engine.step()
-        step += 1
-    assert [request.result().token_ids for request in requests] == expected("nemotron_h")
 
 
 def test_logits_of_a_prompt_beside_running_requests() -> None:

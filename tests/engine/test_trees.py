@@ -143,18 +143,6 @@ def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:
     assert frozenset({Kind.PREFILL, Kind.DECODE}) in kinds
 
 
-def test_settings_may_change_between_steps(pair: Pair) -> None:
-    engine = taught(pair, max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for step in range(400):
-        if not engine.scheduler.has_work:
-            break
-        nodes = (None, 2, 9, 30)[step % 4]
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
-        engine.step()
-    assert [request.result().token_ids for request in requests] == expected()
-
-
 def decode_until(engine: Engine, prompt: list[int], length: int) -> Request:
     request = engine.add_request(prompt, SamplingParams(max_tokens=100))
     while len(request.token_ids) < length:
