@@ -1,41 +1,12 @@
-"""Check the source's shape: one name for one class, modules with a docstring, tests that patch no private name."""
+"""Check that no test patches a private name."""
 
 import ast
-import functools
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import volley
-
-SOURCE = Path(volley.__file__).parent
 TESTS = Path(__file__).parent
 PRIVATE_NAMES_THAT_TESTS_PATCH: dict[str, str] = {}
 """``file:name`` of each, and why no seam will do."""
-
-
-@functools.cache
-def modules() -> list[tuple[str, str, ast.Module]]:
-    """The path, the text and the syntax tree of every module."""
-    texts = [(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")]
-    return [(path, text, ast.parse(text)) for path, text in sorted(texts)]
-
-
-def test_the_package_is_found() -> None:
-    assert "errors.py" in {path for path, _, _ in modules()}
-
-
-def test_no_two_classes_share_a_name() -> None:
-    places = defaultdict(list)
-    for path, _, tree in modules():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
-def test_every_module_says_what_it_is() -> None:
-    assert [path for path, text, tree in modules() if text.strip() and not ast.get_docstring(tree)] == []
 
 
 def patched_privately(tree: ast.Module) -> Iterator[str]:

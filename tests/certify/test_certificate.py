@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.certify.faults import FAULTS
-from tests.made_up import keep_first_drafted
+from tests.procedures.test_in_place import Eager
 from tests.tiny import Pair, random_prompts
 from volley import Engine
 from volley.certify.certificate import certify_pair, read_certificate
@@ -23,7 +22,6 @@ from volley.errors import CheckpointError
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.families import JOINT, SDAR
 from volley.models.targets.target import Target
-from volley.procedures.in_place import InPlace
 from volley.procedures.self_speculative import SelfSpeculative
 
 QUICK = CertifyConfig(bias=0.3, max_tokens=16, prompts_used=6)
@@ -108,19 +106,11 @@ def test_a_mask_is_not_expected_where_it_would_be_likely(pair: Pair) -> None:
     assert check_penalties(questions).outcome == "passed"
 
 
-class TakesDrafts(InPlace):
-    """Planted: the first token of every draft is kept."""
-
-    def absorb(self, works: Any, logits: Tensor) -> None:
-        super().absorb(works, logits)
-        keep_first_drafted(works)
-
-
 @pytest.mark.slow
 def test_a_biased_verifier_of_a_model_in_place_is_found(pair: Pair) -> None:
     target = Target(deepcopy(pair.hf), None, replace(SDAR, mask_token_id=3))
     engine = Engine(target, page_size=4)
     assert target.diffusion is not None
-    engine.procedures.by_mode["self"] = SelfSpeculative(target, target.diffusion, TakesDrafts(engine.config, 3))
+    engine.procedures.by_mode["self"] = SelfSpeculative(target, target.diffusion, Eager(engine.config, 3))
     certificate = certify_pair(engine, PROMPTS, replace(QUICK, bias=0.4), said)
     assert "greedy" in {check.name for check in certificate.failed}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.engine.test_greedy import COUNT, PROMPTS, expected, tokens
+from tests.engine.test_greedy import COUNT, PROMPTS, expected
 from tests.engine.test_sampled import PROMPT, SEEDS, V, exact_law, soft_scored, tiny
 from tests.models.drafters.test_adapter import make_adapter
-from tests.tiny import Pair, drafts_of, random_prompts, teach
+from tests.tiny import Pair, drafts_of, random_prompts
 from volley import Engine, SamplingParams
 from volley.errors import ConfigError, InputError
 from volley.models.drafters.adapter import adapted
@@ -30,28 +30,6 @@ def engine_with_adapters(pair: Pair, folder: Path, **options: Any) -> Engine:
 
 def mixed(params: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(params, draft_adapter=CHOICES[index % 3]) for index in range(count)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_pages": 16},
-        {"denoising_steps": 2},
-        {"tree_nodes": 9},
-        {"draft_window": 6, "max_batch_tokens": 9},
-    ],
-)
-def test_greedy_tokens_are_plain_decodings(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
-    engine = engine_with_adapters(pair, tmp_path, **options)
-    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, expected(), strict=True)})
-    for _ in range(2):  # the second time with cached prefixes
-        results = list(engine.generate(PROMPTS, mixed(SamplingParams(max_tokens=COUNT), len(PROMPTS))))
-        assert tokens(results) == expected()
-        engine.check_integrity()
-        assert engine.pool.num_used == 0
-    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
 
 
 @pytest.mark.slow

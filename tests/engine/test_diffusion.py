@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
+from tests.engine.test_canvases import FusedTarget
 from tests.procedures.test_denoising import BOTH_WAYS, MASK, Masked, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
@@ -157,20 +158,8 @@ def test_a_canvas_that_does_not_fit_in_a_pass_is_refused() -> None:
         Engine(target, max_batch_tokens=3)
 
 
-class Broken(Target):
-    """Raises in the pass it is told to."""
-
-    fuse = -1
-
-    def forward(self, batch: Any, *rest: Any) -> Tensor:
-        self.fuse -= 1
-        if self.fuse == 0:
-            raise RuntimeError("planted")
-        return super().forward(batch, *rest)
-
-
 def test_a_step_that_raised_costs_nobody_a_token(model: Masked) -> None:
-    target = Broken(model.hf.__class__(model.hf.config).eval(), None, model.target.diffusion)
+    target = FusedTarget(model.hf.__class__(model.hf.config).eval(), None, model.target.diffusion)
     target.model.load_state_dict(model.hf.state_dict())
     engine = Engine(target, **BLOCKS)
     requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(PROMPTS)]

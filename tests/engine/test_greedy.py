@@ -13,7 +13,6 @@ from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
 from volley.engine.states import DraftRing, num_rings
 from volley.errors import ConfigError
-from volley.models.checkpoints.checkpoint import HeadConfig
 
 COUNT = 20
 BASE = random_prompts(7, longest=35, seed=1)
@@ -74,61 +73,12 @@ def test_every_block_size(pair: Pair, block_size: int) -> None:
     assert longest == block_size, "long acceptances must have happened"
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_running": 1, "block_size": 4}, {"num_pages": 16}, {"denoising_steps": 2}]
-)
-def test_sequential_heads(pair: Pair, options: dict[str, Any]) -> None:
-    drafter = random_drafter(head=HeadConfig(type="residual", rank=4, candidates=8))
-    results = run(taught(Pair(pair.target, drafter, pair.hf), **options))
-    assert tokens(results) == expected()
-    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
-
-
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize("steps", [2, 3, 7])
 def test_every_denoising_schedule(pair: Pair, schedule: str, steps: int) -> None:
     results = run(taught(pair, denoising_steps=steps, denoising_schedule=schedule))
     assert tokens(results) == expected()
     assert max(length for result in results for length in result.stats.accepted_lengths) > 3
-
-
-@pytest.mark.parametrize("threshold", [0.05, 0.5, 1.0])
-def test_denoising_by_confidence(pair: Pair, threshold: float) -> None:
-    results = run(taught(pair, denoising_steps=4, denoising_threshold=threshold))
-    assert tokens(results) == expected()
-    assert max(length for result in results for length in result.stats.accepted_lengths) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
-@pytest.mark.parametrize("max_running", [1, 3])
-def test_every_chunk_size_and_batch(pair: Pair, chunk: int, max_running: int) -> None:
-    assert tokens(run(taught(pair, max_batch_tokens=chunk, max_running=max_running))) == expected()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_pages": 16},
-        {"num_pages": 16, "max_batch_tokens": 11},
-        {"num_pages": 16, "prefix_caching": False},
-        {"num_pages": 20, "denoising_steps": 2},
-        {"num_pages": 20, "draft_window": 6},
-        {"num_pages": 60, "page_size": 1},
-        {"num_pages": 16, "block_size": 1},
-    ],
-)
-def test_forced_preemption(pair: Pair, options: dict[str, Any]) -> None:
-    results = run(taught(pair, **options))
-    assert tokens(results) == expected()
-    assert sum(result.stats.preemptions for result in results) > 0
-
-
-@pytest.mark.parametrize(
-    "options", [{"draft_window": 1}, {"draft_window": 8}, {"draft_window": 5, "max_batch_tokens": 9}]
-)
-def test_draft_window(pair: Pair, options: dict[str, Any]) -> None:
-    assert tokens(run(taught(pair, **options))) == expected()
 
 
 @pytest.mark.parametrize(("asked", "window"), [(None, 6), (0, None), (9, 9)])
@@ -151,23 +101,6 @@ def test_a_text_is_copied_from_without_a_drafter(pair: Pair) -> None:
     results = run(Engine(pair.target, page_size=4, num_pages=160))
     assert tokens(results) == expected()
     assert max(result.stats.acceptance_length for result in results) > 1.0
-
-
-def test_each_prompt_alone(pair: Pair) -> None:
-    engine = taught(pair)
-    assert [run(engine, [prompt])[0].token_ids for prompt in PROMPTS] == expected()
-
-
-def test_settings_may_change_between_steps(pair: Pair) -> None:
-    engine = taught(pair, max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for step in range(400):
-        if not engine.scheduler.has_work:
-            break
-        steps = 1 + step % 3
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, denoising_steps=steps))
-        engine.step()
-    assert [request.result().token_ids for request in requests] == expected()
 
 
 @pytest.mark.slow

@@ -70,35 +70,6 @@ def test_every_combination_of_pools(pair: Pair, kv_dtype: KVDtype, draft_kv_dtyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", QUANTISED)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"block_size": 1},
-        {"block_size": 3},
-        {"max_batch_tokens": 1},
-        {"max_batch_tokens": 7, "max_running": 3},
-        {"denoising_steps": 2},
-        {"tree_nodes": 9},
-        {"tree_nodes": 7, "draft_window": 5, "draft_kv_dtype": "int4"},
-        {"draft_window": 5, "draft_kv_dtype": "int4", "max_batch_tokens": 9},
-        {"draft_window": 8, "draft_kv_dtype": "int8"},
-        {"page_size": 1, "num_pages": 300},
-    ],
-)
-def test_every_scheduling(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any]) -> None:
-    assert tokens(run(taught(pair, kv_dtype, **options))) == plain(kv_dtype)
-
-
-@pytest.mark.parametrize("kv_dtype", QUANTISED)
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 11, "draft_window": 6, "draft_kv_dtype": "int4"}])
-def test_forced_preemption(pair: Pair, kv_dtype: KVDtype, options: dict[str, Any]) -> None:
-    results = run(taught(pair, kv_dtype, num_pages=14, **options))
-    assert tokens(results) == plain(kv_dtype)
-    assert sum(result.stats.preemptions for result in results) > 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_prefix_hit_keeps_tokens_and_drafts(pair: Pair, window: int | None) -> None:
     for index, prompt in enumerate(BASE):

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
 from tests.engine.test_greedy import PROMPTS, expected, run, taught, tokens
-from tests.engine.test_sampled import PARAMS, TOKENS, V, answers, exact_law, plain, sampled, tiny
+from tests.engine.test_sampled import TOKENS, V, exact_law, sampled, tiny
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode import lookup
@@ -87,30 +87,8 @@ def random_pilot(drafter: Drafter | None = None) -> Pilot:
     return Pilot(config, net_for(config, drafter).requires_grad_(False))
 
 
-POLICIES: list[Any] = [
-    "goodput",
-    "feedback",
-    "fixed:3",
-    "fixed:1",
-    Restless,
-    Climbing,
-    Copying,
-    random_pilot,
-]
-
-
 def made(policy: Any) -> Any:
     return policy if isinstance(policy, str) else policy()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "options", [{}, {"num_pages": 16}, {"draft_window": 6, "max_batch_tokens": 9}, {"denoising_steps": 2}]
-)
-def test_greedy_tokens_are_the_targets(pair: Pair, policy: Any, options: dict[str, Any]) -> None:
-    results = run(taught(pair, policy=made(policy), **options))
-    assert tokens(results) == expected()
 
 
 @pytest.mark.parametrize(("token", "least", "most"), [(0.01, 4, 6), (0.2, 1.3, 4.5), (50.0, 0.9, 2)])
@@ -124,14 +102,6 @@ def test_goodput_adapts_and_changes_nothing(
     sizes = [size for result in results[len(PROMPTS) :] for size in result.stats.block_sizes]
     mean = sum(sizes) / len(sizes)
     assert least < mean < most
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_seed_gives_plain_decodings_tokens_under_every_policy(pair: Pair, policy: Any, steps: int) -> None:
-    engine = Engine(pair.target, pair.drafter, policy=made(policy), denoising_steps=steps, page_size=4)
-    assert all(params.seed is not None or params.temperature == 0 for params in PARAMS)
-    assert answers(engine) == plain()
 
 
 HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)

@@ -2,8 +2,6 @@
 
 import copy
 import functools
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import TOKENS, V, exact_law, sampled
 from tests.hybrid import BASE, CONFIGS, COUNT, KINDS, PROMPTS, answers, expected, model, target
-from tests.models.drafters.test_adapter import make_adapter
 from tests.tiny import Pair, eager_model, greedy, random_drafter, teach
 from volley import Engine, GenerationResult, SamplingParams
 from volley.engine.recovery import recover
@@ -83,55 +80,10 @@ def test_every_family(name: str, options: dict[str, Any]) -> None:
     assert sum(result.stats.preemptions for result in results) > 0
 
 
-VARIANTS: list[dict[str, Any]] = [
-    *({"block_size": size} for size in (1, 2, 6)),
-    *({"policy": "fixed", "max_batch_tokens": chunk, "max_running": 3} for chunk in (3, 64)),
-    {"policy": "fixed", "max_running": 1},
-    {"policy": "fixed", "page_size": 1, "num_pages": 500},
-    {"policy": "fixed", "prefix_caching": False, "num_states": 2},
-    {"policy": "fixed", "draft_window": 6, "max_batch_tokens": 9},
-    {"policy": "fixed", "num_states": 2},
-    {"denoising_steps": 3},
-    {"tree_nodes": 25},
-    {"policy": "goodput"},
-    {"policy": "feedback", "kv_dtype": "auto", "draft_kv_dtype": "int8"},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_every_setting(options: dict[str, Any]) -> None:
-    engine = taught("qwen3_5_text", **options)
-    assert tokens(run(engine)) == expected("qwen3_5_text")
-    assert tokens(run(engine)) == expected("qwen3_5_text"), "the second time with prefixes"
-
-
 def test_plain_decoding_without_a_drafter_and_copies() -> None:
     for policy in ("fixed", "goodput"):
         engine = Engine(target("qwen3_5_text"), page_size=4, policy=policy)
         assert tokens(run(engine)) == expected("qwen3_5_text")
-
-
-def test_settings_may_change_between_steps() -> None:
-    engine = taught("nemotron_h", max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    step = 0
-    while engine.scheduler.has_work:
-        nodes = 8 if step % 3 else None
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
-        engine.step()
-        step += 1
-    assert [request.result().token_ids for request in requests] == expected("nemotron_h")
-
-
-def test_adapters_and_a_draft_window(tmp_path: Path) -> None:
-    engine = taught("qwen3_5_text", policy="fixed", draft_window=8)
-    assert engine.drafter is not None
-    make_adapter(tmp_path, engine.drafter)
-    engine.load_adapter("own", tmp_path)
-    mixed = [replace(PARAMS, draft_adapter=name) for name in [None, "own"] * 3]
-    for _ in range(2):
-        assert tokens(list(engine.generate(PROMPTS, mixed))) == expected("qwen3_5_text")
 
 
 def test_logits_of_a_prompt_beside_running_requests() -> None:
@@ -366,20 +318,6 @@ def test_sampled_answers_have_the_targets_distribution(name: str, options: dict[
     sequences, accepted = sampled(params, small_pair(name), seeds=800, **options)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params, small_pair(name))) > 1e-3
     assert accepted > 0.2, "drafts must have been accepted for this to mean anything"
-
-
-@pytest.mark.parametrize("options", [{"policy": "fixed", "max_batch_tokens": 11}, {"tree_nodes": 9}], ids=str)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_seed_gives_the_same_answer_with_and_without_drafts(name: str, options: dict[str, Any]) -> None:
-    params = SamplingParams(temperature=0.8, max_tokens=COUNT, seed=11)
-    plain = tokens(list(taught(name, block_size=1).generate(PROMPTS, params)))
-    assert plain != expected(name)
-    own = target(name)
-    engine = Engine(own, random_drafter(num_target_layers=own.num_layers), page_size=4, num_pages=160, **options)
-    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
-    results = list(engine.generate(PROMPTS, params))
-    assert tokens(results) == plain
-    assert longest(results) > 3
 
 
 @pytest.mark.slow

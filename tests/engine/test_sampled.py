@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.tiny import Pair, block_proposer, make_pair, random_prompts, teach
+from tests.tiny import Pair, block_proposer, make_pair, random_prompts
 from volley import Engine, SamplingParams, native
 from volley.decode import propose
 from volley.decode.propose import Transitions
@@ -82,26 +82,6 @@ def test_a_seed_gives_the_same_tokens_under_any_scheduling(
     engine = Engine(pair.target, pair.drafter, policy="fixed", verification=verification, **options)
     assert answers(engine) == drafted(verification)
     assert answers(engine) == drafted(verification), "the second time with cached prefixes"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 3, 6])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"denoising_steps": 2},
-        {"denoising_steps": 4, "denoising_threshold": 0.1},
-        {"tree_nodes": 4},
-        {"tree_nodes": 25},
-    ],
-)
-def test_matching_gives_the_very_tokens_of_plain_decoding(pair: Pair, block_size: int, options: dict[str, Any]) -> None:
-    options = {"block_size": block_size, "verification": "match", **options}
-    engine = Engine(pair.target, pair.drafter, page_size=4, **options)
-    assert answers(engine) == plain()
-    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
-    assert answers(engine) == plain()
 
 
 @pytest.mark.slow
@@ -392,12 +372,3 @@ def test_a_request_with_a_seed_is_drawn_alone_as_among_others(monkeypatch: pytes
         for number in (1, 30)
     )
     assert torch.equal(alone, together)
-
-
-@pytest.mark.parametrize("tree_nodes", [None, 12])
-def test_matching_with_a_head_gives_the_very_tokens_of_plain_decoding(tree_nodes: int | None) -> None:
-    pair = make_pair(drafter={"head": HeadConfig(type="residual", rank=4, candidates=20)})
-    engine = Engine(pair.target, pair.drafter, page_size=4, verification="match", tree_nodes=tree_nodes)
-    assert answers(engine) == plain()
-    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(), strict=True)})
-    assert answers(engine) == plain()

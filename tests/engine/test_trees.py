@@ -26,7 +26,6 @@ from volley.decode.work import Ask, Kind, Shape
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.errors import ConfigError
-from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.targets.target import Target
 from volley.policies.base import View
 from volley.policies.fixed import Fixed
@@ -100,52 +99,6 @@ def test_every_budget_and_depth(pair: Pair, tree_nodes: int, block_size: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_batch_tokens": 1},
-        {"max_batch_tokens": 7, "max_running": 3},
-        {"max_batch_tokens": 64, "max_running": 2, "prefix_caching": False},
-        {"page_size": 1},
-        {"page_size": 16},
-        {"draft_window": 5},
-        {"draft_window": 8, "max_batch_tokens": 9, "page_size": 1},
-        {"policy": "goodput"},
-        {"policy": "feedback"},
-    ],
-)
-def test_every_chunk_size_batch_and_page_size(pair: Pair, options: dict[str, Any]) -> None:
-    assert run(taught(pair, **options)) == expected()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_pages": 16},
-        {"num_pages": 16, "tree_nodes": 60},
-        {"num_pages": 14, "max_batch_tokens": 11, "prefix_caching": False},
-        {"num_pages": 20, "draft_window": 6},
-        {"num_pages": 60, "page_size": 1},
-    ],
-)
-def test_forced_preemption(pair: Pair, options: dict[str, Any]) -> None:
-    engine = taught(pair, **options)
-    results = list(engine.generate(PROMPTS, PARAMS))
-    assert [result.token_ids for result in results] == expected()
-    assert sum(result.stats.preemptions for result in results) > 0
-    engine.check_integrity()
-
-
-def test_sequential_heads(pair: Pair) -> None:
-    drafter = random_drafter(head=HeadConfig(type="residual", rank=4, candidates=8))
-    engine = taught(Pair(pair.target, drafter, pair.hf), tree_nodes=14)
-    seen = watch(engine)
-    assert run(engine) == expected()
-    assert moved(seen) > 10
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_every_architecture(name: str) -> None:
     """Sliding windows, capped scores, sinks: positions inside a tree are depths everywhere."""
@@ -153,18 +106,6 @@ def test_every_architecture(name: str) -> None:
     target = Target(hf)
     plain = run(Engine(target, page_size=4, block_size=1))
     engine = Engine(target, random_drafter(), page_size=4, tree_nodes=14)
-    teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
-    tempt(engine)
-    seen = watch(engine)
-    assert run(engine) == plain
-    assert moved(seen) > 5
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-def test_quantised_pools(pair: Pair, kv_dtype: str) -> None:
-    """Moved K/V keep their codes, so the tokens are those of plain decoding on the same pool."""
-    plain = run(Engine(pair.target, page_size=4, kv_dtype=kv_dtype, block_size=1))
-    engine = Engine(pair.target, pair.drafter, page_size=4, tree_nodes=14, kv_dtype=kv_dtype)
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain, strict=True)})
     tempt(engine)
     seen = watch(engine)
@@ -200,18 +141,6 @@ def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:
     assert run(engine) == expected()
     assert frozenset({Shape.CHAIN, Shape.TREE}) in policy.shapes
     assert frozenset({Kind.PREFILL, Kind.DECODE}) in kinds
-
-
-def test_settings_may_change_between_steps(pair: Pair) -> None:
-    engine = taught(pair, max_batch_tokens=13)
-    requests = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
-    for step in range(400):
-        if not engine.scheduler.has_work:
-            break
-        nodes = (None, 2, 9, 30)[step % 4]
-        engine.reconfigure(replace(engine.config, policy=None, block_size=1 + step % 6, tree_nodes=nodes))
-        engine.step()
-    assert [request.result().token_ids for request in requests] == expected()
 
 
 def decode_until(engine: Engine, prompt: list[int], length: int) -> Request:

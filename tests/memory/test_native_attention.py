@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.reference import reference_attention
-from tests.memory.test_attention import end_in_a_canvas
+from tests.memory.test_attention import end_in_a_canvas, make_tables
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley.memory import native_attention as module
 from volley.memory.attention import Attention, AttentionOptions, paged_attention
@@ -58,18 +58,6 @@ def check(case: Case, rows: Tensor | None = None) -> None:
     torch.testing.assert_close(fast.float(), slow.float(), rtol=2**-6, atol=2**-6)
 
 
-def tables(layout: str, counts: list[int], span: int) -> list[BlockTable]:
-    if layout == "ring":
-        pages = math.ceil(span / PAGE) + 1
-        return [BlockTable(PAGE, range(i * pages, (i + 1) * pages), is_ring=True) for i in range(len(counts))]
-    order = torch.randperm(sum(counts)).tolist() if layout == "scattered" else list(range(sum(counts)))
-    made = []
-    for count in counts:
-        made.append(BlockTable(PAGE, order[:count]))
-        order = order[count:]
-    return made
-
-
 def random_parents(length: int) -> tuple[int, ...]:
     return tuple(int(torch.randint(node, ())) for node in range(1, length))
 
@@ -97,7 +85,7 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     if window is None and layout == "ring":
         layout = "scattered"
     counts = [math.ceil((start + length) / PAGE) for start, length, _ in shapes]
-    made = tables(layout, counts, (window or 0) + max(length for _, length, _ in shapes))
+    made = make_tables(layout, PAGE, counts, (window or 0) + max(length for _, length, _ in shapes))
     segments = [
         Segment(table, start, length, kind != "b", random_parents(length) if kind == "t" else None)
         for table, (start, length, kind) in zip(made, shapes, strict=True)

@@ -66,14 +66,6 @@ def test_a_block_beyond_the_drafters_is_refused(policy: Policy, largest: int) ->
         policy.attach(largest, costs())
 
 
-def test_one_policy_object_serves_one_engine() -> None:
-    policy, own = Fixed(2), costs()
-    policy.attach(8, own)
-    policy.attach(8, own)
-    with pytest.raises(ConfigError, match="give each engine its own"):
-        policy.attach(8, costs())
-
-
 def test_a_drafter_keeps_up_with_nothing_where_nothing_is_ever_drafted() -> None:
     assert [Fixed(size).keeps_up({False, True}, 3) for size in (1, 2)] == [0, 1]
     assert Feedback().keeps_up({False}, 3) == 1

@@ -1,13 +1,21 @@
-"""What proposers of one token at a time are tested with: prompts, their answers by transformers, and a run of an engine."""
+"""Share what proposers of one token at a time are tested with: prompts, transformers' answers, runs, and the law of samples."""
 
 import functools
+from dataclasses import replace
 
-from tests.tiny import greedy, make_pair, random_prompts
+import torch
+
+from tests.chi_square import chi_square_p, joint_counts
+from tests.engine.test_sampled import PROMPT, exact_law
+from tests.tiny import Pair, greedy, make_pair, random_prompts
 from volley import Engine, GenerationResult, SamplingParams
+from volley.proposers.base import Proposer, Works
 
 PROMPTS = random_prompts(5, longest=30, seed=4)
 COUNT = 24
 PARAMS = SamplingParams(max_tokens=COUNT)
+PENALISED = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
+V, TOKENS, SEEDS = 4, 4, 1500
 
 
 @functools.cache
@@ -20,3 +28,39 @@ def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResul
     results = list(engine.generate(PROMPTS, params))
     engine.check_integrity()
     return results
+
+
+def check_penalties_and_seeds(pair: Pair, drafting: Engine) -> None:
+    """Assert that penalised and seeded answers are those of plain decoding."""
+    plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), PENALISED)
+    assert [result.token_ids for result in run(drafting, PENALISED)] == [result.token_ids for result in plain]
+
+
+def small_pair() -> Pair:
+    return make_pair(2, vocab_size=V, initializer_range=0.2, drafter={"vocab_size": V, "mask_token_id": 3})
+
+
+class Overrated(Proposer):
+    """Planted: another proposer's tokens are said to be drawn from other distributions."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner, self.block_size = inner, inner.block_size
+
+    def propose(self, works: Works, *, with_confidence: bool) -> float:
+        seconds = self.inner.propose(works, with_confidence=with_confidence)
+        for work in works:
+            if work.proposal.draft_probs is not None:
+                work.proposal.draft_probs = work.proposal.draft_probs.roll(1, dims=-1)
+        return seconds
+
+
+def law_of(engine: Engine, pair: Pair, *, biased: bool) -> tuple[float, float]:
+    """Return how probable the answers without seeds are under the target's own law, and accepted tokens of each."""
+    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
+    if biased:
+        assert engine.proposer is not None
+        engine.proposer = Overrated(engine.proposer)
+    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
+    found = torch.tensor([result.token_ids for result in results])[:, :3]
+    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
+    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS

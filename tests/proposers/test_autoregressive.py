@@ -1,22 +1,18 @@
 """A plain draft model: lossless whatever it drafts, and of one mind with the target where it is the target."""
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_gives_way import now_and_then
-from tests.engine.test_sampled import PROMPT, exact_law
-from tests.proposers.answers import COUNT, PROMPTS, expected, run
+from tests.proposers.answers import COUNT, PROMPTS, check_penalties_and_seeds, expected, law_of, run, small_pair
 from tests.tiny import VOCAB, Pair, greedy, make_pair
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
 from volley.models.targets.target import Target
 from volley.proposers.autoregressive import AutoregressiveProposer
-from volley.proposers.base import Works
 
 
 def noisy(pair: Pair, scale: float) -> Target:
@@ -67,39 +63,13 @@ def test_what_is_kept_of_a_text_drafts_as_a_fresh_reading_does(pair: Pair) -> No
 
 @pytest.mark.slow
 def test_penalties_and_seeds(pair: Pair) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
-    plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
-    drafted = run(drafting(pair, 0.05, num_pages=200), params)
-    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    check_penalties_and_seeds(pair, drafting(pair, 0.05, num_pages=200))
 
 
-V, TOKENS, SEEDS = 4, 4, 1500
-
-
-def law(biased: bool) -> tuple[float, float]:
-    """How probable the answers without seeds are under the target's own law, and accepted tokens of each."""
-    pair = make_pair(2, vocab_size=V, initializer_range=0.2, drafter={"vocab_size": V, "mask_token_id": 3})
-    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
+def law(*, biased: bool) -> tuple[float, float]:
+    pair = small_pair()
     engine = drafting(pair, 1.0, 4, 2**16, max_running=256, num_pages=2000, verification="speculative")
-    if biased:
-        assert isinstance(engine.proposer, AutoregressiveProposer)
-        engine.proposer = Overrated(engine.proposer.model, V, 4)
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
-    found = torch.tensor([result.token_ids for result in results])[:, :3]
-    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
-    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS
-
-
-class Overrated(AutoregressiveProposer):
-    """Says that its tokens were drawn from other distributions."""
-
-    def propose(self, works: Works, *, with_confidence: bool) -> float:
-        seconds = super().propose(works, with_confidence=with_confidence)
-        for work in works:
-            probs = work.proposal.draft_probs
-            if probs is not None:
-                work.proposal.draft_probs = probs.roll(1, dims=-1)
-        return seconds
+    return law_of(engine, pair, biased=biased)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """EAGLE-3's chains: what its definition drafts, and lossless whatever they are."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests import eagle
-from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
 from tests.engine.test_gives_way import now_and_then
-from tests.engine.test_sampled import PROMPT, exact_law
-from tests.proposers.answers import COUNT, PROMPTS, expected, run
-from tests.tiny import Pair, make_pair
+from tests.proposers.answers import COUNT, PROMPTS, V, check_penalties_and_seeds, expected, law_of, run, small_pair
+from tests.tiny import Pair
 from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.rules import Constraint
@@ -170,39 +167,14 @@ def test_greedy_answers_are_the_targets(
 
 @pytest.mark.slow
 def test_penalties_and_seeds(pair: Pair, tmp_path: Path) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=COUNT, seed=3, repetition_penalty=1.3, presence_penalty=0.2)
-    plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), params)
-    drafted = run(drafting(pair, eagle.checkpoint(tmp_path)), params)
-    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
-
-
-class Overrated(Watched):
-    """Says that the tokens were drawn from other distributions."""
-
-    def propose(self, works: Works, *, with_confidence: bool) -> float:
-        seconds = super().propose(works, with_confidence=with_confidence)
-        for work in works:
-            if work.proposal.draft_probs is not None:
-                work.proposal.draft_probs = work.proposal.draft_probs.roll(1, dims=-1)
-        return seconds
-
-
-V, TOKENS, SEEDS = 4, 4, 1500
+    check_penalties_and_seeds(pair, drafting(pair, eagle.checkpoint(tmp_path)))
 
 
 def law(folder: Path, *, biased: bool) -> tuple[float, float]:
-    """How probable the answers without seeds are under the target's own law, and accepted tokens of each."""
-    pair = make_pair(2, vocab_size=V, initializer_range=0.2, drafter={"vocab_size": V, "mask_token_id": 3})
+    pair = small_pair()
     eagle.write(folder, eagle.config(vocab_size=V, draft_vocab_size=V), eagle.tensors(vocab=V))
-    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
     engine = drafting(pair, folder, max_running=256, num_pages=2000, verification="speculative")
-    if biased:
-        assert engine.proposer is not None
-        engine.proposer = Overrated(engine.proposer)
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
-    found = torch.tensor([result.token_ids for result in results])[:, :3]
-    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
-    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS
+    return law_of(engine, pair, biased=biased)
 
 
 @pytest.mark.slow

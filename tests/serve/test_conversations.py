@@ -145,18 +145,31 @@ def test_a_template_gets_what_it_can_write(template: str, messages: list[dict[st
     assert told(template, *messages) == want
 
 
-@pytest.mark.parametrize("text", ['{"city": "Be', "[1]", "null", '"\\ud800"', '{"a": "\\ud800"}', "[" * 100_000])
-def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(text: str) -> None:
-    template = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
-        "<{{ c.function.name }}>{{ a if a is string else a | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
-    )
-    sent = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": text}}
+EACH_CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+AS_IT_IS = (
+    "{% set a = c.function.arguments %}{{ a if a is string else a | tojson }}{% endfor %}{{ m.content }}{% endfor %}"
+)
+AN_OBJECT = (
+    "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
+)
+NO_OBJECTS = ['{"city": "Be', "[1]", "null", '"\\ud800"', '{"a": "\\ud800"}', "[" * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "first", "second"),
+    [
+        *((AS_IT_IS, text, text, '{"city": "Bern"}') for text in NO_OBJECTS),
+        (AN_OBJECT, '{"city": "Be', '<arguments>{"city": "Be', "<city>Bern"),
+    ],
+)
+def test_what_a_model_wrote_instead_of_arguments_reaches_the_template(
+    template: str, text: str, first: str, second: str
+) -> None:
+    """As it is, or as an object where the template asks for one."""
+    sent = {"id": "call_1", "type": "function", "function": {"name": "no tool", "arguments": text}}
     said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
-    assert (
-        told(template, USER, said, result("call_1", "No JSON."))
-        == f'Weather?<weather>{text}<weather>{{"city": "Bern"}}No JSON.'
-    )
+    written = told(EACH_CALL + template, USER, said, result("call_1", "No JSON."))
+    assert written == f"Weather?no tool{first}weather{second}No JSON."
 
 
 @pytest.mark.parametrize(
@@ -173,17 +186,6 @@ def test_what_a_model_wrote_instead_of_arguments_reaches_the_template_as_it_is(t
 def test_what_begins_an_answer_is_what_stands_behind_users_and_tools(template: str, want: str) -> None:
     conversations = Conversations(partial(render_chat, TOKENIZER, template=template))
     assert conversations.opening() == want
-
-
-def test_templates_that_ask_for_an_object_get_one() -> None:
-    template = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-        "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
-    )
-    sent = {"id": "call_1", "type": "function", "function": {"name": "no tool", "arguments": '{"city": "Be'}}
-    said = {"role": "assistant", "tool_calls": [sent, call("call_2")]}
-    want = 'Weather?no tool<arguments>{"city": "Beweather<city>BernNo JSON.'
-    assert told(template, USER, said, result("call_1", "No JSON.")) == want
 
 
 def test_arguments_that_are_no_json_reach_a_template_that_takes_text() -> None:

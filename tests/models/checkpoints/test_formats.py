@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import eagle
 from tests.conftest import byte_tokenizer
+from tests.models.drafters.test_eagle import SPECULATORS
 from tests.tiny import VOCAB, drafter_config, eager_model, random_drafter, target_config
 from volley.errors import CheckpointError, ConfigError, MismatchError, VolleyError
 from volley.files import read_json
@@ -19,6 +21,7 @@ from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig
 from volley.models.checkpoints.formats import Format, parse_config, read_checkpoint, write_checkpoint
 from volley.models.diagnosis import diagnose
 from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetEnds, TargetShape, export
 from volley.tensors import load_tensors, save_tensors
 from volley.train.shape import drafter_to_adapt
@@ -311,13 +314,16 @@ def test_a_confidence_head_without_a_markov_head(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_a_damaged_config_is_a_clear_error(data: st.DataObject) -> None:
-    raw = data.draw(st.sampled_from([foreign(), drafter_config().to_json()]))
-    place = data.draw(st.sampled_from([raw, raw.get("dflash_config", raw), raw.get("transformer_layer_config", raw)]))
+    whole = [foreign(), drafter_config().to_json(), eagle.config(), SPECULATORS]
+    raw = json.loads(json.dumps(data.draw(st.sampled_from(whole))))
+    inner = [raw.get(name, raw) for name in ("dflash_config", "eagle_config", "transformer_layer_config")]
+    place = data.draw(st.sampled_from([raw, *inner]))
     key = data.draw(st.sampled_from(sorted(place)))
     place[key] = data.draw(st.sampled_from([None, -1, 0, 2.5, "x", True, [], ["x"], {}, {"a": 1}, [1, None]]))
     try:
         with torch.device("meta"):
-            Drafter(parse_config(raw))
+            config = parse_config(raw)
+            drafter_class(config)(config)
     except VolleyError as error:
         assert len(str(error)) > 20  # noqa: PT017
 
