@@ -185,7 +185,11 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
-@pytest.fixture(scope="module", params=ROWS, ids=lambda row: "-".join(str(own) for own in row.values()))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(row, marks=[] if number % 4 == 0 else pytest.mark.slow) for number, row in enumerate(ROWS)],
+    ids=lambda row: "-".join(str(own) for own in row.values()),
+)
 def cell(request: pytest.FixtureRequest, weights: tiny.Pair) -> Iterator[Cell]:
     row = request.param
     tokenizer = made_up(*(row[name] for name in ("split", "marks", "form", "template", "begin", "thinks")))
