@@ -87,18 +87,6 @@ def random_pilot(drafter: Drafter | None = None) -> Pilot:
     return Pilot(config, net_for(config, drafter).requires_grad_(False))
 
 
-POLICIES: list[Any] = [
-    "goodput",
-    "feedback",
-    "fixed:3",
-    "fixed:1",
-    Restless,
-    Climbing,
-    Copying,
-    random_pilot,
-]
-
-
 def made(policy: Any) -> Any:
     return policy if isinstance(policy, str) else policy()
 
