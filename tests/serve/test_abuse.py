@@ -262,6 +262,7 @@ VALUES = st.recursive(
 FIELDS = st.sampled_from(sorted(CompletionRequest.model_fields) + sorted(CompletionRequest.unsupported))
 
 
+@pytest.mark.slow
 @given(extra=st.dictionaries(FIELDS | st.text(max_size=6), VALUES, max_size=4))
 def test_random_fields(server: Running, extra: dict[str, Any]) -> None:
     response = server.post("completions", {**TEXT, **extra})
