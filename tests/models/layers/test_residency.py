@@ -128,6 +128,7 @@ def measure(cases: list[tuple[str | None, ...]]) -> list[int]:
     return list(map(int, found.stdout.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "draft_weights"), PAIRS)
 def test_a_pair_is_in_memory_once(
     folders: Folders, most: dict[tuple[str, ...], int], weights: str, draft_weights: str

@@ -146,6 +146,7 @@ def test_two_processes_answer_as_one(
     assert divided[name] == expected
 
 
+@pytest.mark.slow
 def test_the_cases_are_what_they_are_called(divided: dict[str, Answered]) -> None:
     assert divided["preemption"].preemptions > 0
     assert divided["prefix hits"].cached > 0
