@@ -86,7 +86,7 @@ class DecodingConfig(DraftingConfig):
     be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
     kv_dtype: KVDtype = "auto"
     """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
-    draft_kv_dtype: KVDtype = "auto"
+    draft_kv_dtype: KVDtype = field(default="auto", metadata={"python": True})
     """Format of the drafter's K/V."""
     exact: bool = False
     """Refuse a model, machine or setting for which a token's logits can depend on other requests in the pass."""
