@@ -170,7 +170,7 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     drafting = (*pair, "--policy", "fixed")
     adapted, _ = run("generate", "Hello", "--adapter", tmp_path, "--max-tokens", 12, *drafting)
     assert adapted == answer
-    caches = ("--kv-dtype", "int8", "--draft-kv-dtype", "int4")
+    caches = ("--kv-dtype", "int8")
     _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *drafting, *caches)
     assert "The tokens were identical to plain decoding's." in statistics
 
@@ -400,7 +400,6 @@ def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
         "bench", "--datasets", file, "--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST,
         "--block-sizes", "3,6", "--denoising-steps", "1,2", "--temperatures", "0,1", "--repeats", 1,
         "--max-tokens", 6, "--against", "transformers", "--out", tmp_path / "report",
-        "--draft-kv-dtype", "int8",
     )  # fmt: skip
     assert table.count("B=6 S=2") == 4
     assert "transformers-dflash" in table
@@ -410,7 +409,7 @@ def test_bench_writes_its_reports(tiny_pair: TinyPair, tmp_path: Path) -> None:
     assert [s["label"] for s in saved["summaries"]] == labels * 2
     assert all(s["identical"] == 1.0 for s in saved["summaries"] if s["temperature"] == 0)
     assert saved["models"]["target"] == str(tiny_pair.target)
-    assert (saved["models"]["kv_dtype"], saved["models"]["draft_kv_dtype"]) == ("auto", "int8")
+    assert (saved["models"]["kv_dtype"], saved["models"]["draft_kv_dtype"]) == ("auto", "auto")
     assert (tmp_path / "report" / "report.md").exists()
     assert "48/48" in errors
 

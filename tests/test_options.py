@@ -154,7 +154,7 @@ def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
     assert "vLLM's OpenAI server" not in output
 
 
-FOR_PYTHON = ("cuda_graphs", "num_pages", "num_states", "page_size", "verification")
+FOR_PYTHON = ("cuda_graphs", "draft_kv_dtype", "num_pages", "num_states", "page_size", "verification")
 ENGINE_COMMANDS = {
     "generate": FOR_PYTHON,
     "serve": FOR_PYTHON,

@@ -87,7 +87,7 @@ class DecodingConfig(DraftingConfig):
     be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
     kv_dtype: KVDtype = "auto"
     """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
-    draft_kv_dtype: KVDtype = "auto"
+    draft_kv_dtype: KVDtype = field(default="auto", metadata={"python": True})
     """Format of the drafter's K/V."""
     draft_attention: DraftAttention = "target"
     """Attention of the drafter: the target's, or torch (PyTorch's operations), native (the C kernel of a CPU) or triton (a GPU's

@@ -109,7 +109,7 @@ def walk(
     return result
 
 
-class Reading(NamedTuple):
+class ReadText(NamedTuple):
     """A text ``ids [1, T]`` whose answer begins at ``start``, as the target read it: features ``[1, T, taps · H]`` and final
     states ``hidden [T, H]``."""
 
@@ -119,17 +119,17 @@ class Reading(NamedTuple):
     hidden: Tensor
 
 
-def read(tapped: Taps, target: FrozenTarget, document: Document) -> Reading:
+def read(tapped: Taps, target: FrozenTarget, document: Document) -> ReadText:
     """Run the target over a text, once for all drafters that tap the same layers."""
     ids = pad([document]).to(target.device)
     hidden = target.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
-    return Reading(ids, document.response_start, tapped.take(), hidden)
+    return ReadText(ids, document.response_start, tapped.take(), hidden)
 
 
 def acceptance(
     forward: BlockForward,
     target: FrozenTarget,
-    text: Reading,
+    text: ReadText,
     temperature: float,
     *,
     most: int = MOST_ANCHORS,
