@@ -281,7 +281,7 @@ def test_the_law_with_a_sequential_head_is_the_targets(
     assert accepted > 0.4
 
 
-def scored_as_after_the_anchor(after: Transitions, works: Works) -> list[Proposal]:
+def scored_as_after_the_anchor(after: Transitions, works: Works, **_: Any) -> list[Proposal]:
     """Drawn knowing the token before, scored as if every position followed the anchor."""
     proposals = propose.walk_sampled(after, works)
     row = 0
@@ -314,7 +314,7 @@ def test_drafts_of_few_tokens_have_the_targets_law(monkeypatch: pytest.MonkeyPat
     assert accepted > 0.4
 
 
-def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor) -> list[Proposal]:
+def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor, **_: Any) -> list[Proposal]:
     proposals = propose.walk_sampled(after, works, drafted)
     for proposal in proposals:
         proposal.drafted = drafted.roll(1)

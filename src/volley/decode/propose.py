@@ -68,13 +68,13 @@ class Start(NamedTuple):
         return Start(self.anchors.index_select(0, indices), self.moved.index_select(0, indices))
 
 
-def walk_best(after: Transitions, works: Works, start: Start | None = None) -> list[Proposal]:
+def walk_best(after: Transitions, works: Works, *, start: Start | None = None) -> list[Proposal]:
     """Draft the most likely token of every position, given the tokens before it."""
     return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1), start))
 
 
 def walk_sampled(
-    after: Transitions, works: Works, start: Start | None = None, drafted: Tensor | None = None
+    after: Transitions, works: Works, drafted: Tensor | None = None, *, start: Start | None = None
 ) -> list[Proposal]:
     """Draw every position given the token drawn before it, for rejection sampling.
 
@@ -99,7 +99,7 @@ def walk_sampled(
     return late_proposals(works, tokens, drawn[1], drafted)
 
 
-def walk_coupled(after: Transitions, works: Works, start: Start | None = None) -> list[Proposal]:
+def walk_coupled(after: Transitions, works: Works, *, start: Start | None = None) -> list[Proposal]:
     """Draw with the noise that the target will use at each position, for coupled sampling only."""
     moved = None if start is None else start.moved
 

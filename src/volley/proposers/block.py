@@ -7,6 +7,7 @@ before it (``decode/propose.py``). With several denoising steps the most confide
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -449,7 +450,8 @@ def _walk_distributions(
         after, drafted = head.drafted_transitions(hidden, logits)
     else:
         after = head.transitions(hidden, logits, _sizes(works))
-    proposals = WALKS[rule](after, works, start) if drafted is None else walk_sampled(after, works, start, drafted)
+    walk = WALKS[rule] if drafted is None else partial(walk_sampled, drafted=drafted)
+    proposals = walk(after, works, start=start)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal
 
