@@ -12,7 +12,6 @@ from transformers import Phi3Config
 from typer.testing import CliRunner
 
 from tests import tiny
-from tests.models.drafters.test_adapter import make_adapter
 from tests.models.gguf import files
 from tests.quantised import edit_config
 from volley.cli import app, main
@@ -166,10 +165,7 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
     assert named == plain
     raw, _ = run("generate", "Hello", "--raw", "--max-tokens", 12, *pair)
     assert raw != answer
-    make_adapter(tmp_path, Drafter.from_pretrained(tiny_pair.drafter))
     drafting = (*pair, "--policy", "fixed")
-    adapted, _ = run("generate", "Hello", "--adapter", tmp_path, "--max-tokens", 12, *drafting)
-    assert adapted == answer
     caches = ("--kv-dtype", "int8")
     _, statistics = run("generate", "Hello", "--max-tokens", 12, "--compare", *drafting, *caches)
     assert "The tokens were identical to plain decoding's." in statistics

@@ -137,9 +137,8 @@ class SamplingParams:
     ``repetition_penalty`` (1: none) divides those of tokens in prompt or output. ``logit_bias`` maps token ids to values added to
     their logits.
 
-    ``draft_temperature`` (``None``: equal to ``temperature``) and ``draft_adapter`` (name of an adapter that the engine has
-    loaded; ``None``: none) change speed, never the distribution. Requests of a lower ``priority`` are served first and preempted
-    last.
+    ``draft_temperature`` (``None``: equal to ``temperature``) changes speed, never the distribution. Requests of a lower
+    ``priority`` are served first and preempted last.
     """
 
     temperature: float = 0.0
@@ -161,7 +160,6 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias; a mapping is converted."""
     draft_temperature: float | None = None
-    draft_adapter: str | None = None
     priority: int = 0
     grammar: Grammar | None = None
     """Constraint on the whole text. The request ends when the text is complete, or at the model's end token where the text may

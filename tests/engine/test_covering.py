@@ -7,7 +7,6 @@ is plain decoding on a pool of the same type, one request at a time and without 
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.engine.test_policies import Climbing, Copying, random_pilot
 from tests.engine.test_recurrent import keep_everything
 from tests.engine.test_trees import tempt
 from tests.hybrid import CONFIGS, PROMPTS
-from tests.models.drafters.test_adapter import make_adapter
 from tests.models.targets.test_target import ARCHITECTURES
 from tests.pairwise import Row, pairwise
 from tests.tiny import VOCAB, eager_model, greedy, random_drafter, teach
@@ -43,7 +41,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "none": {},
     "residual": {"head": HeadConfig(type="residual", rank=4, candidates=8)},
     "dspark": {"head": HeadConfig(type="dspark", rank=4, candidates=VOCAB)},
-    "adapters": {},
 }
 DRAFTS: dict[str, dict[str, Any]] = {
     "plain": {"block_size": 1},
@@ -109,7 +106,7 @@ def expected(name: str, kv_dtype: Any, kind: str) -> list[list[int]]:
     return plain
 
 
-def taught(row: Row, folder: Path) -> Engine:
+def taught(row: Row) -> Engine:
     """An engine whose drafter is right four times of five, with another token before the best of every third position."""
     name, kv_dtype = row["target"]
     own = drafter(row["head"], target(name).num_layers)
@@ -120,10 +117,6 @@ def taught(row: Row, folder: Path) -> Engine:
     if callable(options.get("policy")):
         options["policy"] = options["policy"](own) if row["drafts"] == "pilot" else options["policy"]()
     engine = Engine(target(name), own, kv_dtype=kv_dtype, **options)
-    if row["head"] == "adapters":
-        for seed, adapter in enumerate(("first", "second")):
-            make_adapter(folder / adapter, own, seed=seed)
-            engine.load_adapter(adapter, folder / adapter)
     answers = expected(name, kv_dtype, row["requests"])
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)})
     if row["drafts"].startswith(("trees", "climbing")):
@@ -131,11 +124,9 @@ def taught(row: Row, folder: Path) -> Engine:
     return engine
 
 
-def answers_of(row: Row, folder: Path) -> tuple[list[list[int]], int, int]:
+def answers_of(row: Row) -> tuple[list[list[int]], int, int]:
     """The answers of both rounds, the longest accepted length, and how often a request was preempted."""
-    engine, params = taught(row, folder), params_of(row["requests"])
-    if row["head"] == "adapters":
-        params = [replace(own, draft_adapter=(None, "first", "second")[i % 3]) for i, own in enumerate(params)]
+    engine, params = taught(row), params_of(row["requests"])
     results = [result for _ in range(2) for result in engine.generate(PROMPTS, params)]
     engine.check_integrity()
     assert engine.snapshot().pages_used == 0
@@ -152,19 +143,19 @@ def wanted(row: Row) -> list[list[int]]:
     [pytest.param(row, marks=[] if number % 8 == 0 else pytest.mark.slow) for number, row in enumerate(ROWS)],
     ids=lambda row: "-".join(map(str, row.values())),
 )
-def test_answers_are_those_of_plain_decoding(row: Row, tmp_path: Path) -> None:
-    answers, longest, preemptions = answers_of(row, tmp_path)
+def test_answers_are_those_of_plain_decoding(row: Row) -> None:
+    answers, longest, preemptions = answers_of(row)
     assert answers == wanted(row)
-    if row["drafts"] in ("blocks of 6", "two passes", "trees of 25") and row["head"] in ("none", "adapters"):
+    if row["drafts"] in ("blocks of 6", "two passes", "trees of 25") and row["head"] == "none":
         assert longest > 3
     if row["pool"].startswith("few") and row["max_batch_tokens"] > 5 and row["max_running"] > 3:
         assert preemptions > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3", "nemotron_h"])
-def test_settings_may_change_between_steps(name: str, tmp_path: Path) -> None:
+def test_settings_may_change_between_steps(name: str) -> None:
     row = {**ROWS[0], "target": (name, "auto"), "drafts": "trees of 25", "requests": "greedy", "head": "none"}
-    engine = taught({**row, "pool": "pages of 4", "max_batch_tokens": 13}, tmp_path)
+    engine = taught({**row, "pool": "pages of 4", "max_batch_tokens": 13})
     requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     step = 0
     while engine.scheduler.has_work:
@@ -188,8 +179,8 @@ def keep_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", [forget_the_draft, keep_every_state])
-def test_a_planted_fault_is_seen(plant: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_planted_fault_is_seen(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted_before = [wanted(row) for row in ROWS]
     plant(monkeypatch)
-    found = (answers_of(row, tmp_path / str(index))[0] for index, row in enumerate(ROWS))
+    found = (answers_of(row)[0] for row in ROWS)
     assert any(answers != own for answers, own in zip(found, wanted_before, strict=True))

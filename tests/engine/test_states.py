@@ -53,18 +53,9 @@ class Remembering(DraftModel):
         self.positions = torch.zeros(num_slots, dtype=torch.long)
         self.drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK))
 
-    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Any) -> None:
-        self.kept[kv_slots] = features[:, 0] + (0 if adapter is None else adapter)
+    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
+        self.kept[kv_slots] = features[:, 0]
         self.positions[kv_slots] = positions
-
-
-class Shift(float):
-    """An adapter that adds to what is kept."""
-
-    digest = b"shifted"
-
-
-SHIFT = Shift(0.25)
 
 
 class World:
@@ -95,9 +86,7 @@ class World:
 
     def arrive(self) -> None:
         prompt = self.chance.choice(PROMPTS)
-        adapter: Any = self.chance.choice([None, None, SHIFT])
-        root = b"adapted" if adapter and self.window is None else b""
-        self.waiting.append(request(prompt, SamplingParams(max_tokens=12), adapter=adapter, prefix_root=root))
+        self.waiting.append(request(prompt, SamplingParams(max_tokens=12), prefix_root=b""))
 
     def admit(self) -> None:
         if self.waiting and len(self.running) < 3:
@@ -215,7 +204,7 @@ class World:
         table = own.draft_table
         assert table.first <= self.found[own] if self.window else table.first == 0
         first = 0 if self.window is None else max(min(own.length - 1 - self.window, own.computed), table.first)
-        expected = [mark(own.token_ids[: p + 1]) + (own.adapter or 0) for p in range(first, own.computed)]  # type: ignore[operator]
+        expected = [mark(own.token_ids[: p + 1]) for p in range(first, own.computed)]
         where = table.slot_array(first, own.computed)
         assert self.model.kept[where].tolist() == expected
         assert self.model.positions[where].tolist() == list(range(first, own.computed))

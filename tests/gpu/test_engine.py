@@ -4,7 +4,6 @@ import copy
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +14,13 @@ pytest.importorskip("triton")
 
 from tests.costs import settle
 from tests.gpu.pretended import CUDA, EVENT, OnDevice, move, pretended_cuda
-from tests.models.drafters.test_adapter import make_adapter
-from tests.tiny import Pair, answers_and_drafts, make_pair, random_prompts
+from tests.tiny import Pair, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.bench.run import without_drafter
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.memory.upload import upload_together
-from volley.models.drafters import backlog, draft_model
-from volley.models.drafters.adapter import adapted
+from volley.models.drafters import backlog
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
 
@@ -101,36 +98,6 @@ def test_tokens_are_the_cpus(both: Both, count: int, params: SamplingParams, opt
         assert not used
     else:
         assert {"_attention_kernel", *(["_inject_kernel"] if here else [])} <= used
-
-
-@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
-def test_requests_with_and_without_an_adapter_draft_as_on_a_cpu(
-    both: Both, cuda_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One draft pass for each drafter among the requests; an adapter that drafted as its drafter would prove nothing.
-
-    It is merged on the CPU: PyTorch's parametrisations refuse tensors of a pretended device.
-    """
-    make_adapter(tmp_path, both.here.drafter, seed=5)
-    merged = adapted(both.here.drafter, tmp_path)
-    each = [GREEDY, replace(GREEDY, draft_adapter="own"), replace(SEEDED, draft_adapter="own")]
-
-    def found(target: Target, drafter: Drafter, each: list[SamplingParams]) -> Any:
-        engine = Engine(target, drafter, policy="fixed", num_pages=64, cuda_graphs=cuda_graphs)
-        engine.load_adapter("own", tmp_path)
-        return [
-            (result.token_ids, result.stats.accepted_lengths, proposed)
-            for result, proposed in zip(
-                *answers_and_drafts(engine, random_prompts(3, longest=20, seed=1), each), strict=True
-            )
-        ]
-
-    expected = found(both.here.target, both.here.drafter, each)
-    assert expected != found(both.here.target, both.here.drafter, [replace(own, draft_adapter=None) for own in each])
-    with pretended() as counts:
-        monkeypatch.setattr(draft_model, "adapted", lambda *_: move(copy.deepcopy(merged)))
-        assert found(both.target, both.drafter, each) == expected
-    assert "_inject_kernel" in counts.operations
 
 
 def test_products_on_a_gpu_are_summed_in_fp32(both: Both) -> None:

@@ -167,7 +167,7 @@ def check_comparable(engine: "Engine", params: SamplingParams) -> None:
 
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
     """Decode with both engines, one after the other, with nothing cached. Return the turn with the median speedup."""
-    ways = (engine, params), (plain, replace(params, diffusion=None, draft_adapter=None))
+    ways = (engine, params), (plain, replace(params, diffusion=None))
     return median_turn([_compare(prompt, *ways) for _ in range(turns)])
 
 

@@ -33,7 +33,6 @@ def generate(
         Path | None, typer.Option(help="JSONL with prompt, messages or turns per row; answers are written as JSONL.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
-    adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter for the drafter.")] = None,
     diffusion: Annotated[
         list[str] | None,
         typer.Option(help="Setting of a diffusion model, such as stream_drafts=true; may be repeated."),
@@ -63,7 +62,6 @@ def generate(
 
     params = sampling.params(
         stop=tuple(stop or ()),
-        draft_adapter=str(adapter) if adapter else None,
         diffusion=DiffusionParams.from_words(diffusion) if diffusion else None,
     )
     engine = load_engine(models, decoding, capacity)
@@ -75,8 +73,6 @@ def generate(
         engine.tokenizer.chat_template = find_template(engine.tokenizer, chat_template)
     if compare:
         console.check_comparable(engine, params)
-    if adapter is not None:
-        engine.load_adapter(str(adapter), adapter)
     if prompts is not None:
         _answer_file(engine, conversations, params, raw=raw, thinking=thinking)
         return

@@ -11,7 +11,6 @@ from typing import Generic, Protocol, Self, TypeVar
 from volley.decode.rules import TokenRule
 from volley.decode.sampling import PositionNoise
 from volley.memory.kv_cache import BlockTable
-from volley.models.drafters.adapter import Adapter
 from volley.types import Proposal, SamplingParams, Verdict
 
 
@@ -77,7 +76,6 @@ class Drafted(Protocol):
     noise: PositionNoise
     draft_table: BlockTable
     """Block table of the drafter's K/V for the tokens before the anchor."""
-    adapter: Adapter | None
     rules: tuple[TokenRule, ...]
 
     @property

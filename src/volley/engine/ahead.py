@@ -136,7 +136,7 @@ class Ahead:
         # K/V are written for whole blocks. The K/V of a rejected token are overwritten by the next block.
         spans = [(work.request.draft_table, work.request.computed, len(work.proposal.token_ids)) for work in step.works]
         slots = np.concatenate([table.slot_array(start, start + 1 + size) for table, start, size in spans])
-        self._model.keep(step.features, step.batch.positions, upload(slots, tokens.device), None)
+        self._model.keep(step.features, step.batch.positions, upload(slots, tokens.device))
         step.has_draft_kv = True
         accepted, anchors = count_accepted(going_on, tokens)
         if not self.proposer.propose_unread(guesses, segments, anchors, accepted, with_confidence=step.with_confidence):
@@ -160,7 +160,6 @@ class Ahead:
         )
         if size:
             is_alike = is_alike and self._model is not None and not self._model.reads_next and step.features is not None
-            is_alike = is_alike and all(work.request.adapter is None for work in works)
         self._num_alike = 0 if not is_alike else self._num_alike + 1 if size == self._size else 1
         self._size = size
         policy, scheduler, newcomers = self._pacing.policy, self._scheduler, self._pacing.costs.arrivals.newcomers

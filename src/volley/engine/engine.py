@@ -43,7 +43,6 @@ from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import KVStore, make_store
-from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel, check_pair, load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import largest_block
@@ -106,7 +105,7 @@ class Engine:
 
     def use_drafter(self, drafter: Drafter | None, proposer: Proposer | None = None) -> None:
         """Start over with this drafter: empty states and a new policy. Use ``engine/reload.py`` while requests run."""
-        self.drafter, self._adapters = drafter, dict[str, Adapter]()
+        self.drafter = drafter
         self.draft_model = self._make_states()
         self.inexact = check_exact(self.target, self.runner.store, self.config)
         """Reason why logits may depend on the batch; ``None`` if they are batch-invariant, bit for bit."""
@@ -304,7 +303,6 @@ class Engine:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
         request = make_request(self._next_id, token_ids, params, procedure, self.target, self.pool, self.grammars)
-        self._check_adapter(params.draft_adapter)
         self.adapt(request)
         procedure.check(request)
         self._next_id += 1
@@ -390,39 +388,10 @@ class Engine:
         finally:
             self.pool.release(table)
 
-    # -- adapters ------------------------------------------------------------------------------------------------------
-    def load_adapter(self, name: str, path: str | Path) -> None:
-        """Let requests choose the adapter in folder ``path`` by ``SamplingParams(draft_adapter=name)``.
-
-        An adapter takes as much memory as another drafter. A name in use gets the new adapter; running requests keep the old
-        one.
-        """
-        if self.draft_model is None:
-            raise ConfigError(f"adapter {name!r} has no drafter to adapt; give the engine one")
-        self._adapters[name] = self.draft_model.load_adapter(path)
-
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that run with it keep it until they end."""
-        self._check_adapter(name)
-        del self._adapters[name]
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names of the adapters that requests may choose."""
-        return sorted(self._adapters)
-
-    def _check_adapter(self, name: str | None) -> None:
-        if name is not None and name not in self._adapters:
-            known = ", ".join(self.adapters) or "none is"
-            raise InputError(f"no adapter {name!r} is loaded (of those, {known}); load it with Engine.load_adapter")
-
     def adapt(self, request: Request) -> None:
-        """Set a new request's adapter, the root of its page hashes and whether its drafting is suspended."""
-        request.adapter = adapter = self._adapters.get(request.params.draft_adapter or "")
-        in_ring = self.draft_model and self.draft_model.window  # then the shared pages hold no draft K/V
+        """Set the root of a new request's page hashes, and whether its drafting is suspended."""
         request.rests = not request.procedure.is_followed(request.params)
-        root = request.procedure.prefix_root(request.params, self.capacity.page_size)
-        request.prefix_root = None if root is None else root + (b"" if adapter is None or in_ring else adapter.digest)
+        request.prefix_root = request.procedure.prefix_root(request.params, self.capacity.page_size)
 
     # -- settings ------------------------------------------------------------------------------------------------------
     def reconfigure(self, config: DecodingConfig) -> None:

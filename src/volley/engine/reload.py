@@ -5,7 +5,7 @@ from volley.models.drafters.drafter import Drafter
 
 
 def replace_drafter(engine: Engine, drafter: Drafter) -> None:
-    """Draft with ``drafter`` from the next step on. If it is refused, nothing changes. The old one's adapters are forgotten.
+    """Draft with ``drafter`` from the next step on. If it is refused, nothing changes.
 
     Call this between two steps. Output does not change. Requests are prefilled again, as after a preemption, to make the new
     drafter's K/V. These reuse the old drafter's memory if the shapes are equal.

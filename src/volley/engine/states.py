@@ -222,7 +222,7 @@ class DraftContext(SequenceState):
         self._close(request)
 
     def _begin_run(self, request: Request) -> KeptRun:
-        run = self._open[request] = KeptRun(request.computed, request.adapter)
+        run = self._open[request] = KeptRun(request.computed)
         return run
 
     def _close(self, request: Request) -> None:
@@ -391,8 +391,8 @@ class DraftRing(DraftContext):
 
 
 def _digest(request: Request, number: int) -> bytes:
-    """Return the hash of a full page of draft K/V: its tokens and the adapter that drafts for them."""
-    return request.page_hashes[number] + (b"" if request.adapter is None else request.adapter.digest)
+    """Return the hash of a full page of draft K/V."""
+    return request.page_hashes[number]
 
 
 def num_rings(max_running: int) -> int:

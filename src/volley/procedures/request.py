@@ -17,7 +17,6 @@ from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
-from volley.models.drafters.adapter import Adapter
 from volley.policies.base import View
 from volley.types import (
     MASKED,
@@ -125,8 +124,6 @@ class Request:
     """Length at which drafting begins again after a suspension."""
     plain_at: int = -1
     """Length at which the next token is computed without a draft, because a draft may have made the last pass non-finite."""
-    adapter: Adapter | None = None
-    """Adapter that drafts for this request; ``None``: the drafter itself."""
     prefix_root: bytes | None = b""
     """Parent of the first page's hash (:meth:`Procedure.prefix_root`); ``None``: its pages are not shared."""
     after: "Request | None" = None

@@ -164,26 +164,15 @@ class BlockProposer(Proposer):
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k,
-        H]``.
-
-        Each adapter among the requests takes a separate draft pass.
-        """
-        states: list[Tensor] = [torch.empty(0)] * len(works)
-        groups = group_by(works, lambda work: work.request.adapter)
-        for adapter, members in groups.items():
-            segments = [
-                Segment(works[i].request.draft_table, works[i].request.length - 1, len(blocks[i]), causal=False)
-                for i in members
-            ]
-            token_ids = torch.cat([blocks[i] for i in members])
-            if len(groups) == 1 and adapter is None and (replayed := self._replay(segments, token_ids)):
-                return replayed
-            found = self.model.states(segments, token_ids, adapter)
-            if len(groups) == 1:
-                return self.model.logits(found), found
-            for i, rows in zip(members, torch.split(found, [works[i].ask.positions for i in members]), strict=True):
-                states[i] = rows
-        hidden = torch.cat(states)
+        H]``."""
+        segments = [
+            Segment(work.request.draft_table, work.request.length - 1, len(block), causal=False)
+            for work, block in zip(works, blocks, strict=True)
+        ]
+        token_ids = torch.cat([*blocks])
+        if replayed := self._replay(segments, token_ids):
+            return replayed
+        hidden = self.model.states(segments, token_ids)
         return self.model.logits(hidden), hidden
 
     def _replay(self, segments: list[Segment], token_ids: Tensor) -> tuple[Tensor, Tensor] | None:

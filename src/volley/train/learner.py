@@ -1,16 +1,13 @@
-"""Parameters that a run trains: a drafter, new or started from another one, or an adapter of a drafter that stays."""
+"""Parameters that a run trains: a drafter, new or started from another one."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from volley.errors import ConfigError
-from volley.models.drafters.adapter import AdapterConfig, attach, merge, save_adapter
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import check_vocabulary
-from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.train.begin import begin_at_head, begin_from_target
 from volley.train.data import TrainingData
 from volley.train.documents import Document
@@ -24,30 +21,20 @@ from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_coun
 
 
 class Learner:
-    """The drafter with its adapter, if it has one, as ``model``, with fused operations."""
+    """The drafter as ``model``, with fused operations."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget, data: TrainingData, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.adapter: AdapterConfig | None = None
         torch.manual_seed(config.seed)
-        if config.lora_rank is None and not config.keep_shape:
+        if not config.keep_shape:
             drafter = _new_drafter(config, target, data).to(ranks.device)
         else:
             assert config.init is not None, "TrainConfig has checked it"
             drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
-        if config.lora_rank is not None:
-            fingerprint = drafter_fingerprint(drafter)
-            self.adapter = AdapterConfig(r=config.lora_rank, lora_alpha=2.0 * config.lora_rank, drafter=fingerprint)
-            attach(drafter, self.adapter)
         self.shape = drafter.config
         self.vocabulary = _vocabulary(config, target, data.documents)
         fuse(drafter)
         self.model = BlockForward(drafter, choose_attention(config, ranks.device))
-
-    @property
-    def name(self) -> str:
-        """Return the name of the run's product, which is also its folder's."""
-        return "drafter" if self.adapter is None else "adapter"
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are trained."""
@@ -63,7 +50,7 @@ class Learner:
         shape = self.shape
         drafted = "" if self.vocabulary is None else f", drafts {self.vocabulary.size} of {shape.vocab_size} tokens"
         return (
-            f"{self.name}: {shape.num_hidden_layers} layers, {self.size / 1e6:.2f} M parameters to learn, "
+            f"drafter: {shape.num_hidden_layers} layers, {self.size / 1e6:.2f} M parameters to learn, "
             f"block size {shape.block_size}, taps {list(shape.target_layer_ids)} of {shape.num_target_layers}, "
             f"mask token {shape.mask_token_id}{drafted}"
         )
@@ -74,18 +61,8 @@ class Learner:
             return None
         weights = self.model.state_dict()
         copy = Drafter(self.shape)
-        if self.adapter is not None:
-            attach(copy, self.adapter)
         copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
-        merge(copy)
         return copy if self.vocabulary is None else self.vocabulary.reduce(copy)
-
-    def save(self, drafter: Drafter, folder: Path) -> None:
-        """Save what the run makes: the adapter, or ``drafter``, the copy that :meth:`drafter` gave."""
-        if self.adapter is None:
-            drafter.save_pretrained(folder)
-        else:
-            save_adapter(folder, self.model.drafter, self.adapter)
 
 
 def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) -> Drafter:
@@ -103,8 +80,8 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
 
 
 def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[Document]) -> Vocabulary | None:
-    """Return the tokens that the drafter drafts, ``None`` for all. An adapter and a kept shape leave them as they are."""
-    if config.lora_rank is not None or config.keep_shape or config.draft_vocab_size == 0:
+    """Return the tokens that the drafter drafts, ``None`` for all. A kept shape leaves them as they are."""
+    if config.keep_shape or config.draft_vocab_size == 0:
         return None
     ends, size = target.plain_ends, config.draft_vocab_size
     if ends is None:

@@ -41,7 +41,7 @@ PROBED, PROBED_BLOCKS = 8, 4
 
 
 def train(config: TrainConfig) -> Path:
-    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter or adapter."""
+    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter."""
     if config.threads:
         torch.set_num_threads(config.threads)
     make_folder(Path(config.out))  # before anything that takes long
@@ -84,8 +84,6 @@ class Trainer:
         self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model, tokens)
         self.optimizer = make_optimizer(config, self.learner.parameters())
         facts = {"target": target.fingerprint, "data": self.data.fingerprint}
-        if self.learner.adapter is not None:
-            facts["drafter"] = self.learner.adapter.drafter
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
         self.source: FeatureSource | FeatureCache = _feature_source(config, self.learner, self.step_function)
         self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
@@ -147,8 +145,8 @@ class Trainer:
 
     @property
     def product(self) -> Path:
-        """The folder of what the run makes."""
-        return self.reporter.out / self.learner.name
+        """The folder of the drafter."""
+        return self.reporter.out / "drafter"
 
     def _prepare(self) -> None:
         self.reporter.say(self.data.describe())
@@ -246,7 +244,7 @@ class Trainer:
             drafter.config = replace(drafter.config, draft_window=window, target_fingerprint=trained_on)
             values |= self.held_out.decoded(drafter)
             if self._is_best(values) or not self.config.keep_best or not self.product.exists():
-                self.learner.save(drafter, self.product)
+                drafter.save_pretrained(self.product)
             facts = {
                 "options": self.saved_run.options,
                 "fingerprints": self.saved_run.facts,

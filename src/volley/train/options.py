@@ -37,7 +37,7 @@ SHAPE_OPTIONS = (
     "mask_token_id",
     "draft_vocab_size",
 )
-"""Options that make a drafter what it is; an adapter has them from its drafter."""
+"""Options that make a drafter what it is; with ``keep_shape`` they are those of the drafter in ``init``."""
 
 RANDOM = "random"
 """As ``init``: random weights."""
@@ -91,8 +91,6 @@ class TrainConfig:
     layers; ``random``: random weights."""
     keep_shape: bool = False
     """Take the shape, mask token and sequential head of the drafter in ``init``, instead of naming them option by option."""
-    lora_rank: int | None = None
-    """Train an adapter of this rank for the drafter in ``init``, whose shape and weights stay; by default a whole drafter."""
     preset: str | None = None
     """Name of a preset (``volley presets``) for what is not given; by default that of the target's family and width."""
     block_size: int | None = None
@@ -195,22 +193,15 @@ class TrainConfig:
             raise ConfigError(
                 "pace weighs whole blocks, and reveal leaves some of their slots out; use loss_decay='decay'"
             )
-        if self.lora_rank is not None:
-            self._check_adapter()
         if self.keep_shape:
-            self._check_shape("keep_shape takes the shape of a drafter", "keep_shape takes it from")
+            self._check_shape()
 
-    def _check_adapter(self) -> None:
-        self._check_shape("lora_rank adapts a drafter", "an adapter keeps the shape of")
-        if self.optimizer == "muon":
-            raise ConfigError("an adapter is trained with AdamW; leave out optimizer='muon'")
-
-    def _check_shape(self, needs: str, keeps: str) -> None:
+    def _check_shape(self) -> None:
         if self.init in (None, RANDOM):
-            raise ConfigError(f"{needs}, and none is named; give its folder as init")
+            raise ConfigError("keep_shape takes the shape of a drafter, and none is named; give its folder as init")
         for name in SHAPE_OPTIONS:
             if getattr(self, name) != self.__dataclass_fields__[name].default:
-                raise ConfigError(f"{keeps} the drafter in init; leave out {name}")
+                raise ConfigError(f"keep_shape takes it from the drafter in init; leave out {name}")
 
     def _checks(self) -> Iterable[tuple[str, bool, str]]:
         yield "data", bool(self.data), "at least one JSONL file"
@@ -228,7 +219,6 @@ class TrainConfig:
         for name in ("log_steps", "head_rank"):
             yield name, getattr(self, name) > 0, "positive"
         optional: tuple[str, ...] = (
-            "lora_rank",
             "rows_per_pass",
             "num_layers",
             "intermediate_size",

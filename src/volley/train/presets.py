@@ -203,7 +203,7 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
         layers = min(family.layers, target.get_text_config().num_hidden_layers)
         preset = replace(preset, block_size=family.block_size, num_layers=layers)
         values |= PAPER_RECIPE
-    if config.lora_rank is None and not config.keep_shape:
+    if not config.keep_shape:
         values |= {name: getattr(preset, name) for name in ("block_size", "num_layers", "intermediate_size", "taps")}
     return replace(config, **{name: value for name, value in values.items() if getattr(config, name) is None})
 

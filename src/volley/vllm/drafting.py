@@ -17,7 +17,6 @@ from volley.decode.sampling import PositionNoise
 from volley.memory.kernels import attention_for
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
-from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import Projection
@@ -59,7 +58,6 @@ class SlotRequest:
     draft_table: BlockTable
     params: SamplingParams = GREEDY
     noise: PositionNoise = UNUSED
-    adapter: Adapter | None = None
     rules: tuple[TokenRule, ...] = ()
 
 
@@ -89,7 +87,7 @@ class SlotDrafter:
     def inject(self, features: Tensor, positions: IntArray, slots: IntArray, token_ids: Tokens) -> None:
         """Compute the drafter's K/V in ``slots [T]`` from the features ``[T, taps · H]`` of ``token_ids [T]``."""
         where, at = (torch.from_numpy(indices).to(self.model.device) for indices in (slots, positions))
-        self.model.keep(features, at, where, None)
+        self.model.keep(features, at, where)
         self.token_ids[slots] = token_ids
 
     def has_seen(self, slots: IntArray, token_ids: Tokens) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from volley.models.drafters.backlog import Backlog, KeptRun
 
 SLOTS = 24
-ADAPTERS: list[Any] = [None, None, "one", "other"]
 
 
 class Written:
@@ -20,15 +19,10 @@ class Written:
 
     def __init__(self) -> None:
         self.features, self.positions = torch.zeros(SLOTS, 2), torch.zeros(SLOTS, dtype=torch.long)
-        self.adapters: list[Any] = [None] * SLOTS
-        self.calls: list[Any] = []
 
-    def __call__(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Any) -> None:
+    def __call__(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
         assert len(features) == len(positions) == len(torch.arange(SLOTS)[kv_slots])
         self.features[kv_slots], self.positions[kv_slots] = features, positions
-        for slot in torch.arange(SLOTS)[kv_slots].tolist():
-            self.adapters[slot] = adapter
-        self.calls.append(adapter)
 
 
 class Waiting:
@@ -42,7 +36,7 @@ class Waiting:
 
     def add(self) -> None:
         for _ in range(self.chance.randint(0, 2)):
-            self.open.append((KeptRun(self.chance.randrange(100), self.chance.choice(ADAPTERS)), []))
+            self.open.append((KeptRun(self.chance.randrange(100)), []))
         members = self.chance.sample(self.open, self.chance.randint(0, len(self.open)))
         counts = [self.chance.randint(0, 4) for _ in members]
         features, waiting = torch.rand(sum(counts), 2), len(self.backlog)
@@ -61,7 +55,7 @@ class Waiting:
         slots = list(range(first, first + count)) if is_slice else self.chance.sample(range(SLOTS), count)
         self.backlog.close(run, np.array(slots, dtype=np.int64))
         for slot, place in zip(slots, range(run.end - count, run.end), strict=True):
-            self.at_once(rows[place - run.start][None], torch.tensor([place]), torch.tensor([slot]), run.adapter)
+            self.at_once(rows[place - run.start][None], torch.tensor([place]), torch.tensor([slot]))
 
     def write(self) -> None:
         while self.open:
@@ -70,7 +64,6 @@ class Waiting:
         assert len(self.backlog) == 0
         assert torch.equal(self.late.features, self.at_once.features)
         assert torch.equal(self.late.positions, self.at_once.positions)
-        assert self.late.adapters == self.at_once.adapters
 
 
 @given(chance=st.integers(0, 2**32 - 1).map(random.Random), count=st.integers(0, 12))
@@ -85,25 +78,12 @@ def test_who_closed_last_has_a_slot(chance: random.Random, count: int) -> None:
     waiting.write()
 
 
-def test_one_product_for_each_adapter() -> None:
-    written = Written()
-    backlog = Backlog(written)
-    for at, adapter in enumerate([None, "one", None, "one", None]):
-        run = KeptRun(0, adapter)  # type: ignore[arg-type]
-        backlog.add(torch.rand(2, 2), [run], [2])
-        backlog.close(run, np.arange(2 * at, 2 * at + 2))
-    backlog.write()
-    assert written.calls == [None, "one"]
-    backlog.write()
-    assert len(written.calls) == 2
-
-
 def test_slots_one_after_another_are_a_slice() -> None:
     """So that no indices are made of those of a single request."""
     seen: list[Any] = []
     backlog, run = (
-        Backlog(lambda features, positions, kv_slots, _: seen.append((features, positions, kv_slots))),
-        KeptRun(7, None),
+        Backlog(lambda features, positions, kv_slots: seen.append((features, positions, kv_slots))),
+        KeptRun(7),
     )
     first, second = torch.rand(2, 2), torch.rand(1, 2)
     backlog.add(first, [run], [2])
@@ -123,7 +103,7 @@ def test_what_could_not_be_written_is_not_tried_again() -> None:
         tries.append(1)
         raise RuntimeError
 
-    backlog, run = Backlog(broken), KeptRun(0, None)
+    backlog, run = Backlog(broken), KeptRun(0)
     backlog.add(torch.rand(1, 2), [run], [1])
     backlog.close(run, np.arange(1))
     for _ in range(2):

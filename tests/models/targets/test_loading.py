@@ -203,7 +203,7 @@ def test_models_made_in_two_threads_at_once_leave_initial_values_to_others() -> 
 
 
 def test_a_hook_is_there_before_threads_go_over_all_of_them() -> None:
-    """Drafters and adapters are loaded while other threads make modules."""
+    """Drafters are loaded while other threads make modules."""
     failed: list[BaseException] = []
 
     def make(empty: bool) -> None:

@@ -7,21 +7,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.memory.upload import upload, upload_together
-from volley.models.drafters.adapter import Adapter
 
-Write = Callable[[Tensor, Tensor, slice | Tensor, Adapter | None], object]
-"""Write K/V: ``write(features [T, taps · H], positions [T], kv_slots [T], adapter)``."""
+Write = Callable[[Tensor, Tensor, slice | Tensor], object]
+"""Write K/V: ``write(features [T, taps · H], positions [T], kv_slots [T])``."""
 Indices = NDArray[np.int64]
 
 
 class KeptRun:
     """Consecutive tokens of one request, ``[start, end)``. Each step extends the run until it is closed."""
 
-    __slots__ = ("adapter", "end", "kv_slots", "start")
+    __slots__ = ("end", "kv_slots", "start")
 
-    def __init__(self, start: int, adapter: Adapter | None) -> None:
+    def __init__(self, start: int) -> None:
         self.start = self.end = start
-        self.adapter = adapter
         self.kv_slots: Indices = np.empty(0, dtype=np.int64)
         """K/V slots of the run's last tokens, set when it is closed; earlier tokens have lost their slots."""
 
@@ -72,7 +70,7 @@ class Backlog:
         self._closed.append(run)
 
     def write(self) -> None:
-        """Write the K/V of the whole buffer, in one matmul for each adapter. All runs must be closed."""
+        """Write the K/V of the whole buffer. All runs must be closed."""
         runs, counts, closed, room, total = self._runs, self._counts, self._closed, self._room, self._num_tokens
         self._runs, self._counts, self._closed, self._num_tokens = [], [], [], 0
         if not closed or room is None:
@@ -80,29 +78,19 @@ class Backlog:
         if len(room) > _FEW:
             self._room = None
         rows, positions, kv_slots = _places(runs, counts, closed)
-        features = room[:total]
-        adapters = list(dict.fromkeys(run.adapter for run in closed))
-        owners = np.repeat([adapters.index(run.adapter) for run in closed], [len(run.kv_slots) for run in closed])
-        is_last = _is_last(kv_slots)
-        for number, adapter in enumerate(adapters):
-            own = is_last & (owners == number)
-            self._write_some(features, rows[own], positions[own], kv_slots[own], adapter)
-
-    def _write_some(
-        self, features: Tensor, rows: Indices, positions: Indices, kv_slots: Indices, adapter: Adapter | None
-    ) -> None:
-        if not len(rows):
+        features, own = room[:total], np.flatnonzero(_is_last(kv_slots))
+        own = own[np.argsort(rows[own])]
+        if not len(own):
             return
-        in_order = np.argsort(rows)
-        rows, positions, kv_slots = rows[in_order], positions[in_order], kv_slots[in_order]
+        rows, positions, kv_slots = rows[own], positions[own], kv_slots[own]
         if len(rows) < len(features):
             features = features[upload(rows, features.device)]
         if kv_slots[-1] - kv_slots[0] == len(kv_slots) - 1 and (np.diff(kv_slots) == 1).all():
             where = slice(int(kv_slots[0]), int(kv_slots[-1]) + 1)
-            self._write(features, upload(positions, features.device), where, adapter)
+            self._write(features, upload(positions, features.device), where)
         else:
             places, indices = upload_together([positions, kv_slots], features.device)
-            self._write(features, places, indices, adapter)
+            self._write(features, places, indices)
 
 
 def _places(

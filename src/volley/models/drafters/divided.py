@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from volley.config import KVDtype
-from volley.errors import ConfigError
 from volley.memory.attention import Attention
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore, make_store
 from volley.models.checkpoints.checkpoint import DrafterConfig
-from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter, DraftLayer
 from volley.models.layers.unfilled import unfilled
@@ -124,7 +122,7 @@ class Keep(Order):
         )
         dist.broadcast(features, 0)
         positions, kv_slots = torch.tensor([self.positions, self.kv_slots], device=target.device)
-        model.keep(features, positions, kv_slots, None)
+        model.keep(features, positions, kv_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +176,14 @@ class DividedModel(DraftModel):
             pass
         finalize(self, target.order_later, Forget(self._number))
 
-    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
+    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
         slots = range(kv_slots.start, kv_slots.stop) if isinstance(kv_slots, slice) else kv_slots.tolist()
         with self._target.ordered(Keep(self._number, positions.tolist(), list(slots))):
             features = features.to(self.dtype).contiguous()
             dist.broadcast(features, 0)
-            super().keep(features, positions, kv_slots, adapter)
+            super().keep(features, positions, kv_slots)
 
-    def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
+    def block_states(self, batch: RaggedBatch, store: KVStore) -> Tensor:
         num_slots = None if store is self.store else store.num_slots
         with self._target.ordered(Draft(self._number, batch.segments, batch.token_ids.tolist(), num_slots)):
-            return super().block_states(batch, store, adapter)
-
-    def load_adapter(self, path: object) -> Adapter:
-        raise ConfigError(
-            f"{path} cannot be loaded: a drafter divided over processes takes no adapters; use one process"
-        )
+            return super().block_states(batch, store)

@@ -1,4 +1,4 @@
-"""Drafter bound to its K/V store, its adapters, and its target's embedding and head, for volley's engine and other engines."""
+"""Drafter bound to its K/V store and its target's embedding and head, for volley's engine and other engines."""
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,12 @@ from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 from volley.memory.native_attention import native_attention
-from volley.models.drafters.adapter import Adapter, adapted
 from volley.models.drafters.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
 from volley.models.drafters.drafter import Attend, Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
 from volley.models.drafters.inject import Injection, join_kv
-from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.layers.fused import FusedDecoder
 from volley.models.layers.products import choose_draft_weights
 from volley.models.layers.residency import giving_back
@@ -103,19 +101,11 @@ class DraftModel:
     def dtype(self) -> torch.dtype:
         return self.drafter.fc.weight.dtype
 
-    def load_adapter(self, path: Path | str) -> Adapter:
-        """Load the adapter in folder ``path``; its K/V share the drafter's store."""
-        drafter = adapted(self.drafter, path)
-        digest = bytes.fromhex(drafter_fingerprint(drafter))
-        drafter.fuse()
-        return Adapter(drafter, Injection(drafter, self.store), digest)
-
-    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor, adapter: Adapter | None) -> None:
+    def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
         """Project the target's features ``[T, taps · H]`` of accepted tokens into K/V at ``kv_slots [T]``."""
-        injection = self._inject if adapter is None else adapter.injection
-        injection(features, positions, kv_slots)
+        self._inject(features, positions, kv_slots)
 
-    def states(self, segments: list[Segment], token_ids: Tensor, adapter: Adapter | None = None) -> Tensor:
+    def states(self, segments: list[Segment], token_ids: Tensor) -> Tensor:
         """Return final states ``[Σ k, H]`` of the draft positions of blocks ``token_ids [Σ 1 + k]``, each an anchor and masks.
 
         If the drafter samples from the anchor, a block has one mask fewer and the anchor is its first draft position. A block's
@@ -123,7 +113,7 @@ class DraftModel:
         """
         rows = self.draft_rows(segments)
         batch, drafting = RaggedBatch.on_device(segments, token_ids.tolist(), rows, self.device)
-        states = self.block_states(batch, self.store, adapter)
+        states = self.block_states(batch, self.store)
         if len(segments) == 1:
             return states[len(states) - len(rows) :]
         return states.index_select(0, drafting) if len(rows) < len(states) else states
@@ -142,9 +132,9 @@ class DraftModel:
         is_plain = not self.drafter.config.causal_layers and self.drafter.config.conv_kernel_size is None
         return is_plain and self._compiled is None
 
-    def block_states(self, batch: RaggedBatch, store: KVStore, adapter: Adapter | None = None) -> Tensor:
+    def block_states(self, batch: RaggedBatch, store: KVStore) -> Tensor:
         """Return final states ``[T, H]`` of every token of ``batch``, whose contexts' K/V are in ``store``."""
-        drafter = self.drafter if adapter is None else adapter.drafter
+        drafter = self.drafter
         scale, causal = drafter.config.head_dim**-0.5, drafter.config.causal_layers
         if causal:
             segments = [replace(segment, causal=True) for segment in batch.segments]
@@ -163,7 +153,7 @@ class DraftModel:
         places = None
         if drafter.config.conv_kernel_size is not None:
             places = torch.cat([torch.arange(segment.length) for segment in batch.segments]).to(self.device)
-        run = drafter if self._compiled is None or adapter is not None else self._compiled
+        run = self._compiled or drafter
         states: Tensor = run(embeddings, batch.positions, attend, places)
         return states
 

@@ -268,7 +268,7 @@ class Drafter(nn.Module):
 
         If ``weights`` are quantised, the target's ``head [V, H]`` is quantised too, or shared if it already is. ``release`` frees
         the CPU weights that kernels have copies of; ``joined_kv`` must exist then. ``state_dict`` reads them from the drafter's
-        folder again, for an adapter or a fingerprint.
+        folder again, for a fingerprint.
         """
         if weights != "bf16" and head is not None and self.lm_head is None:
             self.own_head = recoded_head(head, weights)

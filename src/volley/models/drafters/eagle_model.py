@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from volley.errors import ConfigError
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
 from volley.models.checkpoints.eagle_format import usual_taps
-from volley.models.drafters.adapter import Adapter
 from volley.models.drafters.draft_model import DraftModel, Inject
 from volley.models.drafters.eagle import EagleDrafter
 from volley.models.drafters.heads import Projection
@@ -47,11 +45,6 @@ class EagleModel(DraftModel):
     def with_next(self, features: Tensor, token_ids: Tensor) -> Tensor:
         """Join features ``[T, 3 · H]`` of tokens and the embeddings of the next tokens ``token_ids [T]``: ``[T, 4 · H]``."""
         return torch.cat([features, self.eagle.embed(token_ids, self.embed)], dim=-1)
-
-    def load_adapter(self, path: object) -> Adapter:
-        raise ConfigError(
-            f"{path} cannot be loaded: an EAGLE-3 drafter takes no adapters; use a block drafter for them"
-        )
 
     def advance(self, batch: RaggedBatch, store: KVStore, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads."""
