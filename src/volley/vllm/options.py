@@ -35,7 +35,7 @@ NOT_IN_VLLM = {
     "verification": "vLLM verifies by a rule of its own; leave it out",
     "kv_dtype": "vLLM keeps the target's K/V; give vLLM --kv-cache-dtype",
     "draft_kv_dtype": "the drafter's K/V are kept in its own data type; leave it out",
-    "draft_attention": "the plugin's drafter has PyTorch's attention; leave it out",
+    "draft_attention": "the plugin chooses it by the device; leave it out",
     "compile": "the plugin's drafter runs as it is; a plain drafter gets vLLM's compiled method by itself",
     "exact": "vLLM computes with kernels of its own; leave it out",
 }
