@@ -221,6 +221,7 @@ def test_a_step_waits_for_its_results_alone(
     assert found == {EVENT: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "options"),
     [

@@ -106,8 +106,14 @@ def some_load(engine: Engine, start: int = 0) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy": "fixed"}, {"policy": "fixed:1"}, {"policy": "goodput"}, {"tree_nodes": 8}],
-    ids=["blocks", "plain", "goodput", "trees"],
+    [
+        *(
+            pytest.param(own, marks=pytest.mark.slow)
+            for own in ({"policy": "fixed"}, {"policy": "fixed:1"}, {"tree_nodes": 8})
+        ),
+        {"policy": "goodput"},
+    ],
+    ids=["blocks", "plain", "trees", "goodput"],
 )
 def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: dict[str, Any]) -> None:
     captured: list[Any] = []
@@ -129,6 +135,7 @@ def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: di
         engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, prompt_logprobs=1)], ids=["plain", "scored"])
 def test_short_prompts_take_graphs_that_are_there_and_capture_none(both: Both, params: SamplingParams) -> None:
     prompts = [[number % 50 for number in range(size)] for size in (20, 3, 9)]
@@ -154,6 +161,7 @@ def test_short_prompts_take_graphs_that_are_there_and_capture_none(both: Both, p
             assert request.prompt_logprobs == pytest.approx(result.prompt_logprobs or [])
 
 
+@pytest.mark.slow
 def test_no_kernel_is_compiled_again_for_other_sizes(both: Both) -> None:
     """Once each has been used: with other numbers of requests, longer texts and drafts that were accepted elsewhere."""
     with pretended_cuda() as counts:
@@ -204,6 +212,7 @@ def test_memory_is_reported_on_a_gpu_alone(both: Both, caplog: pytest.LogCapture
     assert warm_up(Engine(both.here.target, both.here.drafter))[0] == 0
 
 
+@pytest.mark.slow
 def test_plain_decoding_and_verification_of_a_request_have_as_many_rows(both: Both) -> None:
     """So both run the same products, however few tokens are drafted; the tokens are the CPU's."""
     expected = answers(both.here.target, None, 1, GREEDY)
@@ -279,6 +288,7 @@ def test_a_target_that_reads_values_of_the_device_is_launched_by_operation(reads
         assert (engine.runner.passes is None) is reads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["canvas", "DiffusionGemma"])
 def test_no_graph_is_captured_while_a_warm_engine_denoises(name: str) -> None:
     captured: list[Any] = []

@@ -124,9 +124,13 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
 """Each with the waits of a step of two requests, at most: one for each canvas, one for drafts that the host has to look at."""
 BY_OPERATION = {"short convolutions", "gated delta nets", "gated delta nets, trees"}
 """Those whose passes of the target are no graphs."""
+QUICK = {"confidence head", "canvas, self-speculation", "experts"}
+"""One of each sort, for every run of the tests; the others are among the slow ones."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+)
 def test_tokens_are_the_cpus_and_waits_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settle(monkeypatch)
     make, most = KINDS[name]

@@ -55,6 +55,7 @@ def idle_and_busy(
     return busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", ["fixed:1", "fixed", "goodput"])
 def test_the_device_is_at_work_whenever_a_text_is_made(

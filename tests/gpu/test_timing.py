@@ -39,6 +39,7 @@ def look_at_clock(
     return unfinished, waits[SYNCHRONISED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("timed", TIMED.values(), ids=TIMED)
 def test_a_run_is_timed_until_the_device_has_done_it(
