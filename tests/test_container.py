@@ -49,5 +49,12 @@ def test_data_lie_in_a_named_volume(service: str) -> None:
 
 
 def test_the_server_keeps_what_it_learns_in_the_volume() -> None:
-    command = COMPOSE["services"]["volley"]["command"]
-    assert command[command.index("--recalibrate") + 1].startswith("/data/")
+    given = COMPOSE["services"]["volley"]["environment"]
+    assert given["VOLLEY_RECALIBRATE"] == "${VOLLEY_RECALIBRATE-/data/recalibrate}"
+
+
+@pytest.mark.parametrize("service", COMPOSE["services"])
+def test_variables_are_those_of_options(service: str) -> None:
+    name, *_ = COMPOSE["services"][service]["command"]
+    known = {parameter.envvar for parameter in COMMANDS[name].params}
+    assert COMPOSE["services"][service]["environment"].keys() <= known
