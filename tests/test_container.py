@@ -9,6 +9,7 @@ import yaml
 from typer.main import get_command
 
 from volley.cli import app
+from volley.serve.config import KEY_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -57,4 +58,4 @@ def test_the_server_keeps_what_it_learns_in_the_volume() -> None:
 def test_variables_are_those_of_options(service: str) -> None:
     name, *_ = COMPOSE["services"][service]["command"]
     known = {parameter.envvar for parameter in COMMANDS[name].params}
-    assert COMPOSE["services"][service]["environment"].keys() <= known
+    assert COMPOSE["services"][service]["environment"].keys() <= {*known, KEY_VARIABLE}
