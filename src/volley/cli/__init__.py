@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -48,7 +47,7 @@ class _Commands(TyperGroup):
 
 
 @cache
-def make_app(names: Iterable[str]) -> typer.Typer:
+def make_app(names: tuple[str, ...]) -> typer.Typer:
     """Make the command line with some commands, of which only the modules are imported."""
     app = typer.Typer(
         name="volley",
