@@ -15,6 +15,8 @@ from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.architectures import ARCHITECTURES
 from volley.models.gguf.model import load_model, open_model
 from volley.models.targets.target import Target
+from volley.native import blocks
+from volley.native.formats import StoredBlocks
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
 LIKE_LLAMA = {"llama", "qwen2", "qwen3", "qwen3moe"}  # see test_target.py
@@ -56,8 +58,9 @@ def test_codes_are_those_of_the_file(tmp_path: Path, case: str) -> None:
     dense, found = load_model(path, torch.float32), 0
     for name, module in model.named_modules():
         if source := getattr(module, "stored_codes", None):
-            codes, found = source().rows(slice(None)).dense(), found + 1
-            assert torch.equal(codes, dense.get_submodule(name).weight), name
+            stored, found = source().rows(slice(None)), found + 1
+            codes = blocks.take(stored.format.name, stored.blocks) if isinstance(stored, StoredBlocks) else stored
+            assert torch.equal(codes.dense(), dense.get_submodule(name).weight), name
     assert found > 10
 
 
