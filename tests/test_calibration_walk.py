@@ -133,10 +133,6 @@ def test_the_documents_commands_from_beginning_to_end(tmp_path: Path) -> None:
         2,
         "--tokens-per-batch",
         256,
-        "--eval-prompts",
-        0,
-        "--eval-share",
-        0,
         "--dtype",
         "float32",
     )

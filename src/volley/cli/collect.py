@@ -7,7 +7,7 @@ import typer
 
 from volley.cli.models import Capacity, ModelOptions, load_engine
 from volley.errors import ConfigError
-from volley.options import Without, expand, on_command_line
+from volley.options import expand, on_command_line
 from volley.train.collect import CollectConfig
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @expand
 def collect(
-    config: Annotated[CollectConfig, Without("samples")],
+    config: CollectConfig,
     models: ModelOptions,
     capacity: Capacity,
     endpoint: Annotated[

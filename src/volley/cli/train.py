@@ -16,6 +16,7 @@ INTERNAL = (
     "head_dim",
     "intermediate_size",
     "keep_best",
+    "log_steps",
     "num_heads",
     "num_kv_heads",
     "patience",
