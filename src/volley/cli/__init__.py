@@ -13,22 +13,9 @@ from volley.errors import VolleyError
 from volley.options import has_unknown_variables, name_misspelt_variables
 
 _COMMANDS = (
-    *(
-        "generate",
-        "chat",
-        "demo",
-        "bench",
-        "serve",
-        "collect",
-        "train",
-        "pilot",
-        "export",
-        "inspect",
-        "tune",
-        "certify",
-    ),
-    *("doctor", "presets", "reservoir"),
-)
+    "generate", "chat", "demo", "bench", "serve", "collect", "train", "pilot", "export", "inspect", "tune", "certify", "doctor",
+    "presets", "reservoir",
+)  # fmt: skip
 
 
 class _Commands(TyperGroup):

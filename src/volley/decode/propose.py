@@ -57,7 +57,7 @@ def propose_coupled(
 
 
 class Start(NamedTuple):
-    """Where chains of one size begin if only the device knows: each text is ``moved [n]`` tokens and ``anchors [n]`` longer."""
+    """Start of chains of one size that only the device knows: each text is ``moved [n]`` tokens and ``anchors [n]`` longer."""
 
     anchors: Tensor
     moved: Tensor

@@ -303,7 +303,7 @@ class Engine:
             procedure, params = self.procedures.choose(params)
         token_ids = self.encode(prompt)
         request = make_request(self._next_id, token_ids, params, procedure, self.target, self.pool, self.grammars)
-        self.adapt(request)
+        self.set_up(request)
         procedure.check(request)
         self._next_id += 1
         return request
@@ -388,7 +388,7 @@ class Engine:
         finally:
             self.pool.release(table)
 
-    def adapt(self, request: Request) -> None:
+    def set_up(self, request: Request) -> None:
         """Set the root of a new request's page hashes, and whether its drafting is suspended."""
         request.rests = not request.procedure.is_followed(request.params)
         request.prefix_root = request.procedure.prefix_root(request.params, self.capacity.page_size)

@@ -32,5 +32,5 @@ def replace_drafter(engine: Engine, drafter: Drafter) -> None:
         scheduler.finish(request)
         request.draft_table = request.table  # a ring belonged to the old drafter
         request.drafts_from = 0
-        engine.adapt(request)
+        engine.set_up(request)
         engine.scheduler.add(request)

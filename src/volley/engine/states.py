@@ -315,7 +315,7 @@ class DraftRing(DraftContext):
         earliest = max(0, request.computed - self.window) // self.page_size
         known = dict[int, int]()
         for number in range(end - 1, earliest - 1, -1):
-            page = self.pool.find(_digest(request, number))
+            page = self.pool.find(request.page_hashes[number])
             if page is None:
                 break
             known[number % self.num_pages] = page
@@ -372,10 +372,10 @@ class DraftRing(DraftContext):
         known = -(-request.draft_table.first // size)
         first = max(known, request.computed // size, (end - 1) // size + 1 - self.num_pages)
         for number in range(first, min(end // size, len(request.page_hashes))):
-            self.pool.publish(request.draft_table.pages[number % self.num_pages], _digest(request, number))
+            self.pool.publish(request.draft_table.pages[number % self.num_pages], request.page_hashes[number])
 
     def withdraw(self, request: Request) -> None:
-        self.pool.withdraw(_digest(request, number) for number in range(len(request.page_hashes)))
+        self.pool.withdraw(request.page_hashes)
 
     def release(self, request: Request) -> None:
         super().release(request)
@@ -388,11 +388,6 @@ class DraftRing(DraftContext):
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         self.pool.check_integrity(request.draft_table for request in requests)
-
-
-def _digest(request: Request, number: int) -> bytes:
-    """Return the hash of a full page of draft K/V."""
-    return request.page_hashes[number]
 
 
 def num_rings(max_running: int) -> int:

@@ -180,15 +180,17 @@ void take_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *cod
 /* Lay out block ``at`` of row ``row`` of 16 outputs: its codes as put_pack does, its scales and minima, and their factors. */
 INLINE void lay_out_block(int kind, const uint8_t *block, int64_t at, int64_t row, uint8_t *codes, uint8_t *scales) {
     Parts parts;
-    int numbers = scaled_inputs(kind), groups = numbers / FORMATS[kind].group, own = num_scales(kind);
-    uint8_t *direct = scales + at * scale_bytes(kind), *factors = direct + 2 * BLOCK * own;
+    int numbers = scaled_inputs(kind), groups = numbers / FORMATS[kind].group;
+    uint8_t *direct = (uint8_t *)scales_at(kind, scales, at * groups), *factors;
     open_block(kind, block, &parts);
     for (int i = 0; i < numbers; i += PACK)
         put_pack(kind, parts.codes + i, codes + (at * numbers + i) * 2 * FORMATS[kind].bits, row);
-    for (int place = 0; place < own; place++) {
+    for (int place = 0; place < num_scales(kind); place++) {
         memcpy(direct + (place * BLOCK + row) * 2, parts.halves[place], 2);
-        for (int g = 0; g < groups && FORMATS[kind].scale == PRODUCT; g++)
-            factors[(g * own + place) * BLOCK + row] = (uint8_t)parts.factors[g][place];
+        for (int g = 0; g < groups && FORMATS[kind].scale == PRODUCT; g++) {
+            factors = (uint8_t *)factors_at(kind, scales, at * groups + g);
+            factors[place * BLOCK + row] = (uint8_t)parts.factors[g][place];
+        }
     }
 }
 

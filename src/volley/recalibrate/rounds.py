@@ -198,8 +198,8 @@ class Recalibration:
     def _train(self, plan: RoundPlan) -> Standing:
         """Train a candidate in ``rounds/NUMBER/full``, with the run in ``run-full`` beside it.
 
-        It begins from the drafter that the server was given. A drafter that learnt the same answers before would learn less from
-        them and do worse on others.
+        Training begins from the drafter that the server was given. A drafter that learnt the same answers before would learn less
+        from them and do worse on others.
         """
         folder, kind = self._round(plan.number), "full"
         made = Standing(f"rounds/{folder.name}/{kind}", kind, plan.until)

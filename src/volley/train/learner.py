@@ -15,7 +15,7 @@ from volley.train.features import FrozenTarget
 from volley.train.fused import fuse
 from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
-from volley.train.shape import choose_mask_token, drafter_config, drafter_to_adapt, start_from
+from volley.train.shape import choose_mask_token, drafter_config, drafter_to_train_on, start_from
 from volley.train.step import BlockForward
 from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_counts
 
@@ -30,7 +30,7 @@ class Learner:
             drafter = _new_drafter(config, target, data).to(ranks.device)
         else:
             assert config.init is not None, "TrainConfig has checked it"
-            drafter = drafter_to_adapt(config.init, target.model).to(ranks.device)
+            drafter = drafter_to_train_on(config.init, target.model).to(ranks.device)
         self.shape = drafter.config
         self.vocabulary = _vocabulary(config, target, data.documents)
         fuse(drafter)

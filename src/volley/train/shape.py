@@ -94,7 +94,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
     )
 
 
-def drafter_to_adapt(path: str, target: PreTrainedModel) -> Drafter:
+def drafter_to_train_on(path: str, target: PreTrainedModel) -> Drafter:
     """The drafter in ``path`` in fp32; an error if it is another target's."""
     drafter = Drafter.from_pretrained(path, torch.float32)
     text = target.config.get_text_config()

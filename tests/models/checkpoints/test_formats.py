@@ -24,7 +24,7 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetEnds, TargetShape, export
 from volley.tensors import load_tensors, save_tensors
-from volley.train.shape import drafter_to_adapt
+from volley.train.shape import drafter_to_train_on
 
 FORMATS: tuple[Format, ...] = ("zlab", "speculators", "sglang", "transformers")
 SLIDING = {"sliding_window": 8, "layer_types": ("sliding_attention", "full_attention")}
@@ -285,7 +285,7 @@ def test_what_is_only_read_is_neither_written_nor_trained(tmp_path: Path, target
         with pytest.raises(ConfigError, match="which volley reads and does not write; serve the checkpoint it came in"):
             export(source, tmp_path / "out", form, target=target)
     with pytest.raises(ConfigError, match="which volley does not train; name another"):
-        drafter_to_adapt(str(source), eager_model(target_config()))
+        drafter_to_train_on(str(source), eager_model(target_config()))
 
 
 def test_a_drafter_whose_anchor_drafts_without_a_head(tmp_path: Path, target: str) -> None:
@@ -298,7 +298,7 @@ def test_a_drafter_whose_anchor_drafts_without_a_head(tmp_path: Path, target: st
         with pytest.raises(ConfigError, match="its anchor's slot drafts without a sequential head, which has no place"):
             export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="drafts from the anchor's slot, which volley does not train; name another"):
-        drafter_to_adapt(str(source), eager_model(target_config()))
+        drafter_to_train_on(str(source), eager_model(target_config()))
 
 
 def test_a_confidence_head_without_a_markov_head(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ _ENDS = {
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 }  # fmt: skip
 _END_IF_CONTROL = "</s>"  # an HTML tag in other vocabularies
+_BY_TEXT = {*_ENDS, _END_IF_CONTROL}
 _KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _SENTENCEPIECE = {"bos": 1, "eos": 2, "unknown": 0}  # defaults of files without these keys
 _END_OF_A_MESSAGE, _ENDS_OF_A_TURN = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
@@ -27,7 +28,7 @@ class Tokens:
         stored = file.strings(TOKENS) if file.num_tokens else []
         self.texts = [text or f"[EMPTY_{token}]" for token, text in enumerate(stored)]
         self.types = _types(file)
-        for token in _ends_by_text(file):
+        for token in _ends(file, {token: text for token, text in enumerate(stored) if text in _BY_TEXT}):
             self.types[token] = CONTROL
 
     def named(self, name: str) -> int | None:
@@ -38,7 +39,8 @@ class Tokens:
 def stop_tokens(file: GGUFFile) -> list[int]:
     """Tokens that end a text or a turn."""
     named = {token for key in _KEYS if (token := _named(file, key)) is not None}
-    return sorted(named.union(_ends_by_text(file)))
+    found = file.find_strings(TOKENS, _BY_TEXT) if file.num_tokens else {}
+    return sorted(named.union(_ends(file, found)))
 
 
 def _named(file: GGUFFile, name: str) -> int | None:
@@ -51,8 +53,8 @@ def _types(file: GGUFFile) -> list[int]:
     return list(file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * file.num_tokens)
 
 
-def _ends_by_text(file: GGUFFile) -> list[int]:
-    found = file.find_strings(TOKENS, {*_ENDS, _END_IF_CONTROL}) if file.num_tokens else {}
+def _ends(file: GGUFFile, found: dict[int, str]) -> list[int]:
+    """Return which of the tokens ``found`` by their texts end a text or a turn."""
     if _END_IF_CONTROL in found.values():
         types = _types(file)
         found = {token: text for token, text in found.items() if text in _ENDS or types[token] == CONTROL}
