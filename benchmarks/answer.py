@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass
 class Answer:
-    """What one contender said to one group of prompts."""
+    """Answers of one contender to one group of prompts."""
 
     tokens: list[list[int]]
     seconds: float

@@ -50,10 +50,10 @@ def volley(settings: dict[str, Any]) -> Orders:
         )
 
     def target(tokens: int) -> float:
-        return engine.runner.seconds(tokens, 1)
+        return engine.core.runner.seconds(tokens, 1)
 
     def draft(tokens: int) -> float | None:
-        proposer = engine.proposer
+        proposer = engine.core.proposer
         return None if proposer is None or tokens > engine.block_size else proposer.seconds(tokens, 1)
 
     return {"ask": ask, "target": target, "draft": draft}

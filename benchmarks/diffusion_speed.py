@@ -219,7 +219,7 @@ def compare_generate(shapes: Sequence[str], repeats: int, device: str) -> None:
 
 
 def mean_entropy(engine: Engine, prompt: list[int]) -> float:
-    """What a canvas has in the middle of its passes: about half of them settle before the last one."""
+    """Make a canvas in the middle of its passes: about half of them settle before the last one."""
     found: list[float] = []
     whole = engine.procedures.by_mode["diffusion"]
     denoise = whole.denoise  # type: ignore[attr-defined]
@@ -235,23 +235,23 @@ def mean_entropy(engine: Engine, prompt: list[int]) -> float:
 
 
 def step_seconds(engine: Engine, params: SamplingParams, kind: Kind, most: int) -> list[float]:
-    """Of passes in which eight requests do the same and nothing else."""
+    """Time passes in which eight requests do the same and nothing else."""
     requests = [engine.add_request(prompt, params) for prompt in prompts(8, 8000)]
     kinds: list[set[Kind]] = []
-    forward = engine.runner.forward
+    forward = engine.core.runner.forward
 
     def note(step: Any) -> None:
         kinds.append({work.kind for work in step.works} if len(step.works) == 8 else set())
         forward(step)
 
-    engine.runner.forward = note  # type: ignore[method-assign]
+    engine.core.runner.forward = note  # type: ignore[method-assign]
     seconds = []
     while any(request.finish_reason is None for request in requests):
         started = time.perf_counter()
         engine.step()
         if kinds[-1] == {kind}:
             seconds.append(time.perf_counter() - started)
-    engine.runner.forward = forward  # type: ignore[method-assign]
+    engine.core.runner.forward = forward  # type: ignore[method-assign]
     return seconds[2:most]
 
 
@@ -285,7 +285,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
 
 
 def sampler_bytes(length: int, vocab_size: int, **own: Any) -> int:
-    """What becomes of the logits ``[length, vocab_size]`` of a pass over a canvas, in fp32, takes beside them. Weights are bf16.
+    """Measure the memory that work on a pass's logits ``[length, vocab_size]`` (fp32) takes beside them. Weights are bf16.
 
     The larger of a pass that leaves the canvas open, with its feedback, and of the last one.
     """

@@ -101,9 +101,9 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, dict[int, float]]:
         clock = mock.patch.object(rehearsal.time, "perf_counter", time.process_time)
         for _ in range(rounds):
             for name, engine in engines.items():
-                assert engine.proposer is not None
+                assert engine.core.proposer is not None
                 for size in TOKENS:
-                    own = engine.proposer
+                    own = engine.core.proposer
                     if hasattr(own, "_seconds"):
                         own._seconds = {}  # an EAGLE-3 drafter remembers what a step took
                     with clock:

@@ -163,7 +163,7 @@ def latest(seconds: Any) -> Any:
 
 
 def compared(found: list[list[Sample]], plain: list[list[Sample]], seed: int = 0) -> list[tuple[float, float, float]]:
-    """What :func:`latest` says of ``found``, over what it says of ``plain``, each with the ends of its 90 % interval.
+    """Return :func:`latest` of ``found`` over that of ``plain``, each with the ends of its 90 % interval.
 
     The n-th request of a round has the same prompt in both.
     """

@@ -130,7 +130,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def attention_arguments(shapes: list[tuple[int, int]], device: torch.device) -> tuple[Any, ...]:
-    """What attention takes, for segments of such starts and lengths on scattered pages."""
+    """Time attention for segments of such starts and lengths on scattered pages."""
     pages = [-(-(start + length) // PAGE) for start, length in shapes]
     order = torch.randperm(sum(pages)).tolist()
     segments = []

@@ -44,7 +44,7 @@ NEVER = -(2.0**12)  # what added rows read it with: logits below -1,000
 
 @dataclass(frozen=True)
 class Shape:
-    """What to widen a pair to; ``vocab_size=None`` keeps the vocabulary."""
+    """Sizes to widen a pair to; ``vocab_size=None`` keeps the vocabulary."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -129,7 +129,7 @@ class Widening:
         self.write, self._read = write, reader
 
     def _states(self, old: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each new channel: the old one, the factor it is held with, and the factor it is read with."""
+        """Return for each new channel the old one, the factor it is held with, and the factor it is read with."""
         count = copies(old, self.shape.hidden_size, "hidden size")
         held, read = torch.ones(count, old), torch.tensor(shares(count))[:, None].repeat(1, old)
         if self.extra:

@@ -1,4 +1,4 @@
-"""What a script has measured so far, in a file that is whole at any moment: a script that was stopped goes on where it was."""
+"""Measurements of a script so far, in a file that is whole at any moment: a stopped script goes on where it was."""
 
 import json
 import sys

@@ -69,7 +69,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a group of figures shares."""
+    """Facts that a group of figures shares."""
 
     context: int
     """Tokens of each prompt; 0: as they come."""

@@ -174,7 +174,7 @@ class Server:
 
 
 def read_replies(replies: Sequence[dict[str, Any]], seconds: float) -> Answer:
-    """What ``/completion`` said of each prompt of a group that took so many seconds.
+    """Convert the answers of ``/completion`` to each prompt of a group that took so many seconds.
 
     The first token of an answer comes with the prompt; each pass after it gives one token and what it accepted of its draft.
     """

@@ -42,7 +42,7 @@ class Figures(NamedTuple):
 
 
 def perplexity(engine: "Engine", token_ids: Sequence[int], chunk: int) -> tuple[float, int]:
-    """Of the second halves of all whole chunks, and how many tokens these are."""
+    """Return the perplexity of the second halves of all whole chunks, and the number of their tokens."""
     import torch
 
     from volley.memory.batch import RaggedBatch, Segment
@@ -51,14 +51,16 @@ def perplexity(engine: "Engine", token_ids: Sequence[int], chunk: int) -> tuple[
     loss, count = 0.0, 0
     rows = torch.arange(chunk // 2, chunk - 1)
     for first in range(0, len(token_ids) - chunk + 1, chunk):
-        tokens, table = torch.tensor(token_ids[first : first + chunk]), BlockTable(engine.pool.page_size)
-        assert engine.pool.grow(table, chunk), "nothing else uses the pool"
+        tokens, table = torch.tensor(token_ids[first : first + chunk]), BlockTable(engine.core.pool.page_size)
+        assert engine.core.pool.grow(table, chunk), "nothing else uses the pool"
         with torch.inference_mode():
-            logits = engine.target.forward(RaggedBatch([Segment(table, 0, chunk)], tokens), engine.runner.store, rows)
+            logits = engine.target.forward(
+                RaggedBatch([Segment(table, 0, chunk)], tokens), engine.core.runner.store, rows
+            )
             for part in torch.split(torch.arange(len(rows)), SCORED_AT_ONCE):
                 wanted = tokens[rows[part] + 1]
                 loss += torch.nn.functional.cross_entropy(logits[part].float(), wanted, reduction="sum").item()
-        engine.pool.release(table)
+        engine.core.pool.release(table)
         count += len(rows)
     if not count:
         raise SystemExit(f"the texts have {len(token_ids)} tokens, fewer than one chunk of {chunk}; give more text")

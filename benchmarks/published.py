@@ -9,8 +9,8 @@ before, uncounted. Prompts are sent as token ids.
 
 A row is written ``PROGRAM WEIGHTS[+METHOD]``. Weights are ``file`` (as downloaded), or a type that ``llama-quantize`` makes of
 it: ``volley file``, ``volley q4_0+plain``, ``llama.cpp file+ngram-simple``, ``llama.cpp q4_0+dspark:4``,
-``openvino int4+lookup``, ``transformers bf16``. ``volley`` without a method is the default; ``+drafter`` adds the model's
-drafter, ``+plain`` drafts nothing.
+``openvino int4+lookup``, ``transformers bf16``. ``volley`` without a method is the default, with the model's drafter if there is
+one; ``+copies`` drafts by prompt lookup alone, ``+plain`` drafts nothing, and ``+drafter:POLICY`` sets the policy.
 """
 
 import argparse
@@ -57,6 +57,7 @@ MODELS = {
 TEXTS = {"code": ("humaneval", "mbpp"), "arithmetic": ("gsm8k",), "chat": ("mt-bench", "alpaca")}
 ROWS = (
     "volley file+plain",
+    "volley file+copies",
     "volley file",
     "volley q4_0+plain",
     "volley q4_0",
@@ -176,6 +177,10 @@ def volley_settings(row: Row, model: Model, batch: int, options: argparse.Namesp
     own: dict[str, Any] = {"num_pages": num_pages(options, batch)}
     if row.method == "plain":
         own |= {"drafter": None, "block_size": 1}
+    elif row.method == "copies":
+        if named_drafter(model) is None:
+            return None  # this is the default
+        own["drafter"] = None
     elif row.method.startswith("drafter"):
         if named_drafter(model) is None:
             return None
@@ -260,9 +265,12 @@ def table(measured: Measured, kind: str, setting: Setting, loads: Mapping[str, f
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """Return a page of docs/benchmarks: of each record its circumstances, and a table of each model and setting."""
-    parts = [_HEAD]
+    parts, machine = [_HEAD], ""
     for record in records:
         about, model = record["about"], None
+        if (own := _MACHINE.format(**about)) != machine:
+            machine = own
+            parts.append(machine)
         parts.append(_RUN.format(**about, **about["options"]))
         for entry in record["measured"]:
             if entry["model"] != model:
@@ -281,10 +289,10 @@ _HEAD = """# Published models beside llama.cpp
 - *as plain*: greedy answers that equal volley's plain decoding of the same weights.
 - `python -m benchmarks.published` measures, and `--page RECORD …` prints this page. So few prompts tell a tenth."""
 
-_RUN = """## {cpu} with {vectors}, {cores} cores
+_MACHINE = "## {cpu} with {vectors}, {cores} cores"
 
-`--num-prompts {num_prompts} --skip-prompts {skip_prompts} --max-tokens {max_tokens}` with the rows below, load {load:.1f} at
-the start, commit {commit}, {date}."""
+_RUN = """`--num-prompts {num_prompts} --skip-prompts {skip_prompts} --max-tokens {max_tokens}` with the rows below, load
+{load:.1f} at the start, commit {commit}, {date}."""
 
 
 def measure(name: str, options: argparse.Namespace, record: dict[str, Any]) -> None:

@@ -191,7 +191,7 @@ async def _tasks() -> int:
 
 
 def left_behind(server: Running) -> list[str]:
-    """What a server that has nothing to do still holds."""
+    """Measure the memory of an idle server."""
     server.settle()
     worker = server.service.worker
     tasks = asyncio.run_coroutine_threadsafe(_tasks(), worker.loop).result(10)

@@ -1,4 +1,4 @@
-"""What tests share: a tiny random pair on disk."""
+"""Shared fixtures: a tiny random pair on disk."""
 
 import os
 import time
@@ -61,7 +61,7 @@ def _libraries_stay() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _chance_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn without a seed is the same in every run: a statistical test passes always or never."""
+    """Seed all unseeded draws, so that a statistical test passes always or never."""
     torch.manual_seed(0)
     drawn = Random(0)
     monkeypatch.setattr("secrets.randbits", drawn.getrandbits)

@@ -17,7 +17,7 @@ WINDOW = 8
 
 
 def random_model(
-    seed: int = 0, *, is_sharp: bool = False, wide: bool = False, num_layers: int = 2
+    seed: int = 0, *, is_sharp: bool = False, wide: bool = False, num_layers: int = 2, expert_size: int = 32
 ) -> DiffusionGemmaForBlockDiffusion:
     """Every layer has a scalar of its own in each mode; the full layer has other heads. A wide one has room for groups of codes.
 
@@ -35,7 +35,7 @@ def random_model(
         sliding_window=WINDOW,
         num_experts=4,
         top_k_experts=2,
-        moe_intermediate_size=32 if wide else 8,
+        moe_intermediate_size=expert_size if wide else 8,
         per_layer_config={num_layers - 1: {"head_dim": 64 if wide else 16, "num_key_value_heads": 2}},
         eos_token_id=None,
         bos_token_id=None,
@@ -90,7 +90,7 @@ class Trace(NamedTuple):
     """Every pass over a canvas, and the answer."""
 
     canvases: list[list[int]]
-    """What each pass read."""
+    """Inputs of all passes."""
     bests: list[list[int]]
     """The likeliest tokens of each pass."""
     answer: list[int]
@@ -152,7 +152,7 @@ def by_volley(
 
 
 def same(mine: Trace, theirs: Trace) -> bool:
-    """Whether both took the same passes: canvases (of the first pass of each only the outcome is seen), bests and answer."""
+    """Return whether both took the same passes: canvases (only the outcome of the first pass of each), bests and answer."""
     return (
         len(mine.canvases) == len(theirs.canvases)
         and all(not own or own == other for own, other in zip(mine.canvases, theirs.canvases, strict=True))
@@ -162,7 +162,7 @@ def same(mine: Trace, theirs: Trace) -> bool:
 
 
 def settings(**changes: Any) -> tuple[SamplingParams, dict[str, Any]]:
-    """The same for volley and for transformers: few steps, some canvases settle before."""
+    """Settings for volley and for transformers: few steps, and some canvases settle before."""
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
     own = {"t_min": 0.4, "t_max": 0.8, "stability_threshold": 1, "confidence_threshold": 2.0, **changes}

@@ -48,7 +48,7 @@ class Forked:
 
 
 class _Lines(io.TextIOWrapper):
-    """What is printed; with ``DIES_AFTER`` the process is killed as soon as a line begins so."""
+    """Return the output; with ``DIES_AFTER`` the process is killed as soon as a line begins so."""
 
     def write(self, text: str) -> int:
         written = super().write(text)

@@ -115,7 +115,7 @@ def target(name: str) -> Target:
 
 @functools.cache
 def expected(name: str) -> list[list[int]]:
-    """What transformers' ``generate`` answers to :data:`PROMPTS`."""
+    """Return the answers of transformers' ``generate`` to :data:`PROMPTS`."""
     return [greedy(model(name), prompt, COUNT) for prompt in PROMPTS]
 
 

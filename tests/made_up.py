@@ -12,14 +12,16 @@ from volley.decode.detokenize import Detokenizer
 from volley.decode.sampling import PositionNoise
 from volley.decode.stops import StopFinder
 from volley.decode.tree import position_lattices
-from volley.decode.work import Work
+from volley.decode.work import Proposal, Work
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_cache import BlockTable
+from volley.models.drafters.heads import Lattice
+from volley.params import SamplingParams
 from volley.policies.cost import Costs
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Lattice, Proposal, SamplingParams
+from volley.procedures.text import TextWriter
 
 SPECULATIVE = Speculative(DecodingConfig())
 
@@ -30,6 +32,7 @@ def request(
     *,
     page_size: int = 4,
     answered: int = 0,
+    detokenizer: Detokenizer | None = None,
     **fields: Any,
 ) -> Request:
     """A request of which nothing is computed; the last ``answered`` of its tokens are output."""
@@ -41,8 +44,11 @@ def request(
         "noise": PositionNoise(params.seed or 0),
         "max_length": len(token_ids) - answered + params.max_tokens,
         "stop_token_ids": frozenset(params.stop_token_ids),
-        "stops": StopFinder(params.stop, {}),
-        "detokenizer": Detokenizer(None),
+        "writer": TextWriter(
+            detokenizer or Detokenizer(None),
+            frozenset(params.stop_token_ids),
+            StopFinder(params.stop, {}) if params.stop else None,
+        ),
         "table": table,
         "draft_table": table,
         "procedure": SPECULATIVE,

@@ -91,7 +91,7 @@ def save_compressed(model: PreTrainedModel, scheme: str, folder: Path) -> None:
 
 
 def save_compressed_but(model: PreTrainedModel, scheme: str, folder: Path, ignore: list[str]) -> None:
-    """The same without calibration, but for layers whose names match ``ignore``."""
+    """Save a checkpoint quantised without calibration, except layers whose names match ``ignore``."""
     quantise(model, scheme, [], folder, ignore)
 
 
@@ -207,7 +207,7 @@ def save_gptq(
 
 
 def save_symmetric_gptq(model: PreTrainedModel, folder: Path, bits: int, group: int) -> None:
-    """The same without zero points, and without an order of inputs; ``group`` −1 is a scale for each output."""
+    """Save GPTQ without zero points, and without an order of inputs; ``group`` −1 is a scale for each output."""
     replaced = {}
     for name, weight in linear_weights(model).items():
         size, half = weight.shape[1] if group == -1 else group, 2 ** (bits - 1)
@@ -260,7 +260,7 @@ def save_fp8(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_whole_fp8(model: PreTrainedModel, folder: Path, scale: str, inputs: str) -> None:
-    """The same with one scale for a matrix and one for inputs, under the names that Mistral's or AutoFP8's files have."""
+    """Save FP8 with one scale for a matrix and one for inputs, under the names of Mistral's or AutoFP8's files."""
     replaced = {}
     for name, weight in linear_weights(model).items():
         factor = weight.abs().max() / 448

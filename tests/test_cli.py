@@ -37,7 +37,7 @@ def run(*args: object, code: int = 0) -> tuple[str, str]:
 
 
 def failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """What ``main`` prints when an error of volley's ends the command."""
+    """Return the line that ``main`` prints when an error of volley's ends the command."""
     monkeypatch.setattr(sys, "argv", ["volley", *map(str, args)])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -73,15 +73,13 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("generate",), "give either a prompt or --prompts FILE"),
-        (("generate", "hi", "--prompts", "f.jsonl"), "give either a prompt or --prompts FILE"),
+        (("generate",), "there is no prompt"),
         (("generate", ""), "the prompt is empty"),
         (("generate", "say", "hello"), "'say' names no model"),
         (("generate", "reference-diffusion"), "reference-diffusion is a model; give a prompt behind it"),
         (("generate", "o/n", "hello", "--target", "o/m"), "two targets are given, o/n and o/m"),
         (("chat", "o/n", "--target", "o/m"), "two targets are given, o/n and o/m"),
         (("serve", "o/n", "--target", "o/m"), "two targets are given, o/n and o/m"),
-        (("generate", "--prompts", "none.jsonl"), "none.jsonl does not exist"),
         (("generate", "hi", "--temperature", "-1"), "SamplingParams.temperature is -1.0"),
         (("generate", "hi", "--temperature", "nan"), "--temperature is nan; give a finite number"),
         (("generate", "hi", "--kv-mib", "inf"), "--kv-mib is inf; give a finite number"),
@@ -96,7 +94,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
             "tree_nodes: only a drafter reads such a setting",
         ),
         (
-            ("generate", "hi", "--target", "/no", "--denoising-steps", "8"),
+            ("generate", "hi", "--target", "/no", "--drafter", "none", "--denoising-steps", "8"),
             "denoising_steps: only a drafter reads such a setting",
         ),
         (
@@ -172,21 +170,6 @@ def test_generate_streams_the_answer_and_compares(tiny_pair: TinyPair, tmp_path:
 
 
 @pytest.mark.slow
-def test_generate_answers_a_file_turn_by_turn(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "Hello"}\n{"turns": ["a", "b"]}\n')
-    pair = ("--target", tiny_pair.target, "--drafter", tiny_pair.drafter, *FAST)
-    lines, statistics = run("generate", "--prompts", file, "--max-tokens", 6, *pair)
-    one, two = map(json.loads, lines.splitlines())
-    assert [m["role"] for m in one["messages"]] == ["user", "assistant"]
-    assert [m["content"] for m in two["messages"][::2]] == ["a", "b"]
-    assert len(two["acceptance_length"]) == 2
-    assert "p/2: τ" in statistics
-    single, _ = run("generate", "Hello", "--max-tokens", 6, *pair)
-    assert single == one["messages"][1]["content"] + "\n"
-
-
-@pytest.mark.slow
 def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path) -> None:
     folder = tmp_path / "thinks"
     shutil.copytree(tiny_pair.target, folder)
@@ -199,8 +182,6 @@ def test_thinking_reaches_the_chat_template(tiny_pair: TinyPair, tmp_path: Path)
         expected, _ = run("generate", text, "--raw", *common)
         answer, _ = run("generate", "Hello", switch, *common)
         assert answer == expected
-        line, _ = run("generate", "--prompts", prompts, switch, *common)
-        assert json.loads(line)["messages"][1]["content"] + "\n" == expected
     with pytest.raises(ConfigError, match="raw goes without the chat template"):
         run("generate", "Hello", "--raw", "--thinking", *common)
     with pytest.raises(ConfigError, match="--chat-template is about"):
@@ -255,12 +236,6 @@ def test_generate_denoises_canvases(tiny_pair: TinyPair, tmp_path: Path) -> None
     assert "tokens a pass" in said
     with pytest.raises(ConfigError, match="do not write; add --diffusion mode=self"):
         run("generate", "Hello", "--raw", "--compare", "--target", folder, *FAST, *own)
-    (tmp_path / "a-long-name.jsonl").write_text('{"prompt": "Hello"}\n')
-    out, said = run(
-        "generate", "--prompts", tmp_path / "a-long-name.jsonl", "--max-tokens", 12, "--target", folder, *FAST
-    )
-    assert 0 < json.loads(out)["tokens_per_pass"][0] < 4
-    assert said.splitlines()[-1].startswith("a-long-name/1: "), "however long the line is"
     joint = {**config, "block_diffusion": {"mask_token_id": 3, "canvas_length": 4}}
     (folder / "config.json").write_text(json.dumps(joint))
     with pytest.raises(ConfigError, match="add --diffusion mode=self"):
@@ -366,26 +341,10 @@ def test_the_demo_is_a_published_model_where_its_package_is(
     assert "pip install" not in out
 
 
-@pytest.mark.slow
-def test_the_diffusion_demo_paints_and_compares(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "both"
-    monkeypatch.setitem(BUNDLED_TARGETS, "reference-diffusion", folder)
-    monkeypatch.setattr("volley.cli.console.DEMO_TOKENS", 12)
+def test_a_bundled_target_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUNDLED_TARGETS, "reference-diffusion", tmp_path / "both")
     with pytest.raises(CheckpointError, match="is missing; install volley again"):
-        run("demo", "--diffusion")
-    shutil.copytree(tiny_pair.target, folder)
-    config = json.loads((folder / "config.json").read_text())
-    both = {"block_diffusion": {"mask_token_id": 3, "canvas_length": 4, "threshold": 0.0}}
-    (folder / "config.json").write_text(json.dumps({**config, **both}))
-    out, _ = run("demo", "--diffusion", "--dtype", "float32")
-    assert out.count("tokens a pass") == out.count("yes") == 3
-    assert "The tokens were identical to plain decoding's." in out
-    assert "░" not in out, "no terminal: only what stays"
-    monkeypatch.setattr("volley.cli.console.Comparison.identical", property(lambda self: False))
-    out, _ = run("demo", "--diffusion", "--dtype", "float32", code=1)
-    assert "NOT identical" in out
+        run("generate", "Hello", "--target", "reference-diffusion")
 
 
 @pytest.mark.slow

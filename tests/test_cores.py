@@ -129,7 +129,7 @@ def test_where_nothing_is_known_all_threads_are_used() -> None:
 
 @on_linux
 def test_the_system_counts_for_each_core(tmp_path: Path) -> None:
-    """Of each core: user, nice, system, idle. Processes that give way count for one that gives way, too."""
+    """Times of each core: user, nice, system, idle. Processes that give way count for one that gives way, too."""
     stat = tmp_path / "stat"
     rows = [f"cpu{core} 1000 200 30 99999 7 0 0" for core in os.sched_getaffinity(0)]
     stat.write_text("\n".join(["cpu  9 9 9 9", *rows, "cpu99999 5 5 5 5", "intr 5 5", ""]))

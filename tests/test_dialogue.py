@@ -19,7 +19,8 @@ from tests.conftest import TinyPair
 from volley import Engine
 from volley.cli.dialogue import COMMANDS, Dialogue
 from volley.errors import ConfigError
-from volley.types import GenerationResult, SamplingParams
+from volley.params import SamplingParams
+from volley.results import GenerationResult
 
 FAST = ("--dtype", "float32", "--threads", "1")
 
@@ -44,7 +45,7 @@ def engine(tiny_pair: TinyPair) -> Engine:
 
 
 def test_answers_are_those_of_the_whole_conversation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the second turn reads only what is new."""
+    """The second turn reads only its new tokens."""
     cached = []
     result = GenerationResult
 

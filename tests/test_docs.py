@@ -23,12 +23,12 @@ def printed_commands(text: str) -> Iterator[tuple[str, list[str]]]:
     for line in lines:
         found = re.match(r"(?:volley|torchrun .*-m volley\.cli)\s+([a-z]+)\s(.*)", f"{line} ")
         options = re.findall(r"(?<!\S)--[a-z][a-z-]*", found[2].split(" # ")[0]) if found else []
-        if found and options and "--engine vllm" not in line:
+        if found and options:
             yield found[1], options
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What is not imported until it is needed: in processes of their own, as imports last."""
+"""Late imports, tested in processes of their own, because imports last."""
 
 import os
 import subprocess
@@ -9,10 +9,27 @@ from textwrap import dedent
 import pytest
 
 from tests.models.gguf import files
+from tests.tiles import needs_kernels
 from volley import Engine, SamplingParams
 
 COMPILER = ("torch._dynamo", "sympy", "torch.distributed.tensor")
 HEAVY = (*COMPILER, "gguf")
+
+
+@needs_kernels
+def test_a_file_is_inspected_without_pytorch(tmp_path: Path) -> None:
+    model = files.random_model("llama", intermediate_size=128, head_dim=16)
+    path = files.write_model(tmp_path / "m.gguf", model, "llama", "Q8_0")
+    *_, sound, imported = run(f"""
+        import sys
+        from volley.cli import main
+        sys.argv = ["volley", "inspect", {str(path)!r}]
+        try:
+            main()
+        finally:
+            print([name for name in ("torch", "transformers") if name in sys.modules])
+    """)
+    assert (sound, imported) == ("  nothing is wrong with it", "[]")
 
 
 def run(script: str, *, path: Path | None = None) -> list[str]:
@@ -35,6 +52,36 @@ def test_the_command_line_decodes_without_the_compiler() -> None:
     """)
     [usual] = Engine.from_pretrained(dtype="float32").generate(["How do I use `tar`?"], SamplingParams(max_tokens=12))
     assert (imported, tokens) == ("[]", str(list(usual.token_ids)))
+
+
+def test_a_command_imports_pytorch_only_to_load_an_engine() -> None:
+    """Otherwise the garbage collector would run during that import."""
+    assert run("""
+        import sys
+        from volley.cli import make_app
+        make_app(("generate", "chat", "serve"))
+        from volley.params import SamplingParams
+        print([name for name in ("torch", "transformers", "jinja2", "rich", "fastapi") if name in sys.modules])
+    """) == ["[]"]
+
+
+@pytest.mark.slow
+def test_generate_imports_neither_the_server_nor_the_benchmark_nor_another_model(tmp_path: Path) -> None:
+    path = files.write_model(
+        tmp_path / "m.gguf", files.random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
+    )
+    *_, imported, frozen = run(f"""
+        import gc, sys
+        from volley.cli import main
+        sys.argv = ["volley", "generate", {str(path)!r}, "How do I", "--max-tokens", "2", "--device", "cpu"]
+        unneeded = {COMPILER} + ("volley.bench", "volley.serve", "fastapi", "jsonschema", "transformers.models.qwen3")
+        try:
+            main()
+        finally:
+            print([name for name in unneeded if name in sys.modules])
+            print(gc.get_freeze_count() > 100_000)
+    """)
+    assert (imported, frozen) == ("[]", "True")
 
 
 @pytest.mark.slow

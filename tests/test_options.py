@@ -85,7 +85,7 @@ def test_a_field_that_is_left_out_is_no_option() -> None:
 
 
 def every_command(found: Any, name: str = "volley") -> Iterator[tuple[str, Any]]:
-    """Those of groups too, hidden ones included."""
+    """Yield all commands, those of groups and hidden ones included."""
     commands = getattr(found, "commands", None)
     if commands is None:
         yield name, found
@@ -98,9 +98,7 @@ COMMANDS = dict(every_command(typer.main.get_command(app)))
 
 
 def test_there_are_the_commands_that_are_looked_at() -> None:
-    assert {"volley doctor", "volley presets", "volley certify", "volley reservoir erase", "volley serve-vllm"} <= set(
-        COMMANDS
-    )
+    assert {"volley doctor", "volley presets", "volley certify", "volley reservoir erase"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -136,22 +134,6 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
         assert ("are of an endpoint" in str(refused.exception)) == bool(model)
     refused = runner.invoke(app, ["certify", "http://localhost:1"], env={"VOLLEY_TARGET": "t"})
     assert "leave --target and --drafter out" in str(refused.exception)
-
-
-def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
-    given = {"VOLLEY_MAX_MINUTE": "5", "VOLLEY_RESERVIOR_DAYS": "1", "VOLLEY_SERVICE_HOST": "h", "VOLLEY_TARGET": ""}
-    said = CliRunner().invoke(app, ["presets"], env=given).output.splitlines()
-    assert [line for line in said if "variable" in line] == [
-        "the variable VOLLEY_MAX_MINUTE is not looked at; did you mean VOLLEY_MAX_MINUTES?",
-        "the variable VOLLEY_RESERVIOR_DAYS is not looked at; did you mean VOLLEY_RESERVOIR_DAYS?",
-    ]
-
-
-def test_vllms_server_may_be_asked_for_by_the_environment() -> None:
-    output = CliRunner().invoke(app, ["serve", "--help"], env={"VOLLEY_ENGINE": "vllm"}).output
-    assert "vLLM's OpenAI server" in output
-    output = CliRunner().invoke(app, ["serve", "--engine", "volley", "--help"], env={"VOLLEY_ENGINE": "vllm"}).output
-    assert "vLLM's OpenAI server" not in output
 
 
 FOR_PYTHON = ("cuda_graphs", "draft_kv_dtype", "num_pages", "num_states", "page_size", "verification")

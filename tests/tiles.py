@@ -5,8 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from volley import native
-from volley.native import library
+from volley import library, native
 
 needs_kernels = pytest.mark.skipif(not native.available, reason="the kernels in C were not built, or not for this CPU")
 LEVELS = range(1, library._usable + 1)

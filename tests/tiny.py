@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from volley import Engine, GenerationResult, SamplingParams
+from volley.decode.work import Works
 from volley.memory.batch import RaggedBatch
 from volley.memory.graphs import static_passes
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
 from volley.procedures.request import Request
-from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
 
 VOCAB = 50
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
     target: Target
     drafter: Drafter
     hf: PreTrainedModel
-    """The same weights under transformers' own attention."""
+    """Return the model with the same weights under transformers' own attention."""
 
 
 def target_config(**changes: Any) -> Qwen3Config:
@@ -82,11 +82,11 @@ def make_pair(seed: int = 0, drafter: Mapping[str, Any] | None = None, **changes
 
 
 _WRITTEN: WeakKeyDictionary[PreTrainedModel, dict[tuple[tuple[int, ...], int], list[int]]] = WeakKeyDictionary()
-"""What ``greedy`` has found of each model; no test changes the weights of one."""
+"""Answers of ``greedy`` by model; no test changes the weights of one."""
 
 
 def greedy(hf: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers' own ``generate`` writes."""
+    """Return the answer of transformers' own ``generate``."""
     found, asked = _WRITTEN.setdefault(hf, {}), (tuple(prompt), count)
     if asked not in found:
         ids = torch.tensor([asked[0]])
@@ -116,7 +116,7 @@ def random_prompts(count: int, *, longest: int = 40, seed: int = 0, vocab: int =
 def answers_and_drafts(
     engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[GenerationResult], list[list[list[int]]]]:
-    """What each request is answered, and all proposals for it."""
+    """Answer of each request, and all proposals for it."""
     seen: dict[int, list[list[int]]] = {}
 
     def listen(request: Any, proposal: Any, verdict: Any) -> None:
@@ -159,13 +159,13 @@ class Taught(BlockProposer):
 
 
 def block_proposer(engine: Engine) -> BlockProposer:
-    assert isinstance(engine.proposer, BlockProposer)
-    return engine.proposer
+    assert isinstance(engine.core.proposer, BlockProposer)
+    return engine.core.proposer
 
 
 def teach(engine: Engine, answers: Answers) -> None:
     """A random drafter is never right, so without this no test would see a long acceptance."""
-    engine.proposer = Taught(block_proposer(engine), answers)
+    engine.core.proposer = Taught(block_proposer(engine), answers)
 
 
 class Placed(BlockProposer):
@@ -196,10 +196,10 @@ class Placed(BlockProposer):
 
 
 def place(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
-    """Of ``texts``, each a prompt and its answer, the drafter knows three tokens in turn."""
+    """Let the drafter know three tokens of ``texts`` in turn, each a prompt and its answer."""
     end = max(map(len, texts))
     each = ((position, texts[position // 3 % len(texts)]) for position in range(end))
     tokens = {position: text[position] for position, text in each if position < len(text)}
     placed = Placed(block_proposer(engine), tokens, engine.capacity.page_size)
-    engine.proposer = engine.ahead.proposer = placed
-    engine.pacing.costs.drafts_late = True
+    engine.core.proposer = engine.core.ahead.proposer = placed
+    engine.core.pacing.costs.drafts_late = True

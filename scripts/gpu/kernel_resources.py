@@ -103,7 +103,7 @@ def write_case(dtype: torch.dtype, size: int) -> Case:
 
 
 def row_cases(dtype: torch.dtype, dim: int, size: int) -> Iterator[Case]:
-    """What a joined layer does between its products."""
+    """Operations of a joined layer between its linear layers."""
     own, kind = _TYPES[dtype], str(dtype)[6:]
     norm = {**dict.fromkeys(("states", "update", "weight", "added", "normed"), own), "eps": "fp32"}
     sizes = {"SIZE": size, "BLOCK": triton.next_power_of_2(size), "ADDS": True}
@@ -148,7 +148,7 @@ def build(case: Case, arch: int) -> Any:
 
 
 def compiled(case: Case, arch: int) -> Resources:
-    """What the kernel of ``case`` needs there, as the wheel's ``cuobjdump`` reports it."""
+    """Return the resources of the kernel of ``case``, as the wheel's ``cuobjdump`` reports them."""
     done = build(case, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])

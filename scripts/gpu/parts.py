@@ -1,4 +1,4 @@
-"""What is measured and checked on a GPU: one function a part. ``run.py`` runs them, each in a process of its own.
+"""Measurements and checks on a GPU: one function a part. ``run.py`` runs them, each in a process of its own.
 
 Weights are random in Qwen3-8B's shape, or the bundled pair's. A part that checks something says so with ``passed``.
 """
@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = ":".join(part for part in (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")) if part)
 """Folders in which processes look for modules."""
 SECONDS = 9 * 60
-"""Of a part at most."""
+"""Maximum seconds of a part."""
 COMMAND_SECONDS = 500
-"""Of a command within a part: what it has said by then is kept."""
+"""Maximum seconds of a command within a part; its output so far is kept."""
 LOAD_SECONDS = 400
 """After which a part starts no further level of load."""
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 16
 WANTED = 0.85
-"""Of the bandwidth of a copy, in plain decoding."""
+"""Least share of a copy's bandwidth in plain decoding."""
 
 
 class Bench:
@@ -71,8 +71,8 @@ class Bench:
 
     def pass_times(self, engine: Any, level: int) -> tuple[float, float, float]:
         """Milliseconds of a pass of plain decoding, of one of verification and of one of drafting, for ``level`` requests."""
-        plain, verify = (engine.runner.seconds(size * level, level) for size in (1, BLOCK))
-        return 1e3 * plain, 1e3 * verify, 1e3 * engine.proposer.seconds(BLOCK * level, level)
+        plain, verify = (engine.core.runner.seconds(size * level, level) for size in (1, BLOCK))
+        return 1e3 * plain, 1e3 * verify, 1e3 * engine.core.proposer.seconds(BLOCK * level, level)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -126,7 +126,7 @@ def searching() -> dict[str, str]:
 
 
 def run_command(*command: str) -> tuple[bool, str]:
-    """Whether a command of the checkout ended well, and the end of what it said; also if it was stopped for the time."""
+    """Return whether a command of the checkout ended well, and the end of its output; also if it was stopped for the time."""
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
@@ -145,7 +145,7 @@ def run_command(*command: str) -> tuple[bool, str]:
 
 
 def commanded(bench: Bench, *command: str) -> dict[str, Any]:
-    """What a part finds that is a command of the checkout, which a dry run leaves out."""
+    """Run a command of the checkout as a part; a dry run leaves it out."""
     if bench.dry:
         return {"passed": True, "table": "not run"}
     passed, said = run_command(*command)
@@ -153,7 +153,7 @@ def commanded(bench: Bench, *command: str) -> dict[str, Any]:
 
 
 def without(*names: str) -> dict[str, Any] | None:
-    """What a part finds that needs packages of these ``names``, if one is not there."""
+    """Return the finding of a part that needs packages of these ``names``, if one is not there."""
     if missing := [name for name in names if find_spec(name) is None]:
         return {"passed": False, "table": f"{' and '.join(missing)} missing here; install it, or bring its wheels"}
     return None
@@ -181,7 +181,7 @@ def kernels(bench: Bench) -> dict[str, Any]:
 
 
 def rows(bench: Bench) -> dict[str, Any]:
-    """Whether a row has the same bits in a block of sixteen as alone, and as alone in a pass filled up to sixteen rows."""
+    """Return whether a row has the same bits in a block of sixteen as alone, and as alone in a pass filled up to sixteen rows."""
     from volley.memory.batch import RaggedBatch, Segment
     from volley.memory.kv_cache import BlockTable
     from volley.memory.kv_store import make_store
@@ -230,7 +230,7 @@ def passes(bench: Bench) -> dict[str, Any]:
 
 
 def compared(plain: float, copied: float) -> dict[str, Any]:
-    """What plain decoding reaches of the bandwidth of a copy, both in GB/s, and the verdict."""
+    """Return the bandwidth of plain decoding and of a copy, both in GB/s, and the verdict."""
     share = plain / copied
     verdict = f"{'reached' if share >= WANTED else 'MISSED'}: {share:.0%} of a copy's bandwidth, {WANTED:.0%} wanted"
     return {"plain_GB_s": plain, "copy_GB_s": copied, "verdict": verdict}
@@ -251,7 +251,7 @@ def graphs(bench: Bench) -> dict[str, Any]:
             plain, verify, draft = bench.pass_times(engine, row["requests"])
             row |= {f"plain {name}": plain, f"verify {name}": verify, f"draft {name}": draft}
         answers.append([own.token_ids for level in bench.levels for own in engine.generate(prompts[:level], params)])
-        held = sum(own.passes.nbytes for own in (engine.runner, engine.proposer) if own.passes is not None)
+        held = sum(own.passes.nbytes for own in (engine.core.runner, engine.core.proposer) if own.passes is not None)
     same = share_equal(*answers)
     return {"equal_answers": same, "graphs_MiB": held / 2**20, "table": table}
 
@@ -298,8 +298,8 @@ def families(bench: Bench) -> dict[str, Any]:
                 answers.append([own.token_ids for own in engine.generate(prompts, params)])
                 if dtype is bench.torch.bfloat16:
                     for tokens, requests in ((1, 1), (BLOCK, 1), (8, 8)):
-                        row[f"{tokens} of {requests}, {kind}"] = 1e3 * engine.runner.seconds(tokens, requests)
-            graphs = 0 if engine.runner.passes is None else engine.runner.passes.num_graphs
+                        row[f"{tokens} of {requests}, {kind}"] = 1e3 * engine.core.runner.seconds(tokens, requests)
+            graphs = 0 if engine.core.runner.passes is None else engine.core.runner.passes.num_graphs
             row[f"graphs, {dtype}"] = graphs
             row[f"equal, {dtype}"] = share_equal(*answers)
             del model, target, engine
@@ -330,7 +330,7 @@ def canvases(bench: Bench) -> dict[str, Any]:
         started = time.perf_counter()
         answers.append([next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts(4, 90)])
         found[kind] = time.perf_counter() - started
-    found["graphs"] = 0 if engine.runner.passes is None else engine.runner.passes.num_graphs
+    found["graphs"] = 0 if engine.core.runner.passes is None else engine.core.runner.passes.num_graphs
     found["equal"] = share_equal(*answers)
     return found
 
@@ -355,7 +355,7 @@ def ahead(bench: Bench) -> dict[str, Any]:
         engine.policy = f"fixed:{size}"
         row, answers = {"requests": level, "block": size, "T": temperature, "passes": alone}, []
         for name, is_ahead in (("behind", False), ("ahead", True)):
-            engine.ahead.is_used = is_ahead
+            engine.core.ahead.is_used = is_ahead
             engine.reset_prefix_cache()
             requests = [engine.add_request([10 + i % 50] * 32, params) for i in range(level)]
             while any(request.num_output < 8 for request in requests):
@@ -551,7 +551,7 @@ def load(bench: Bench) -> dict[str, Any]:
 
 
 def load_large(bench: Bench) -> dict[str, Any]:
-    """The same in Qwen3-8B's shape with random weights, of whose drafts next to nothing is accepted: what cycles cost."""
+    """Measure cycles in Qwen3-8B's shape with random weights, of whose drafts next to nothing is accepted."""
     from volley import Engine
 
     engine = Engine(*bench.pair(), num_pages=64 * max(bench.levels))
@@ -585,7 +585,7 @@ def loaded(bench: Bench, engine: Any, policies: tuple[str, ...], size: int) -> d
 
 
 def waits(bench: Bench) -> dict[str, Any]:
-    """Where a step of decoding waits for the device, of one request: the read of its results is the only place allowed."""
+    """Find where a decoding step of one request waits for the device: the read of its results is the only place allowed."""
     from volley import Engine, SamplingParams
 
     kinds = {"greedy": {}, "T = 1": {"temperature": 1.0}, "T = 1, seed": {"temperature": 1.0, "seed": 3}}

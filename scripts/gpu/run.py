@@ -23,7 +23,7 @@ NOT_PASSED, TIMED_OUT = 3, 124
 
 
 def tables(out: Path) -> str:
-    """What the parts found, as Markdown."""
+    """Return the findings of the parts as Markdown."""
     lines = ["# On a GPU", ""]
     for name, part in PARTS.items():
         file = out / f"{name}.json"
@@ -47,7 +47,7 @@ def _shown(value: float | str) -> str:
 
 
 def has_passed(file: Path) -> bool:
-    """Whether a part is done, and what it checked was right."""
+    """Return whether a part is done, and its checks passed."""
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("passed", True)
 
 

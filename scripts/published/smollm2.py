@@ -1,7 +1,7 @@
 """Make the bundled drafter of SmolLM2-135M-Instruct: smollm2.py WORK --gguf FILE --responses FILE.jsonl [--minutes 85].
 
-FILE is the model's GGUF file (Q4_1), and FILE.jsonl what `volley collect` took from the model. Each step finds what an earlier
-run left in WORK: the target as a folder, the parted responses, the training's features and checkpoint, the figures.
+FILE is the model's GGUF file (Q4_1), and FILE.jsonl what `volley collect` took from it. Each step finds what an earlier run left
+in WORK: the parted responses, the training's features and checkpoint, the figures.
 """
 
 import argparse
@@ -27,6 +27,7 @@ RECIPE: dict[str, Any] = {
     "preset": NAME,
     "head": "markov",
     "head_rank": 128,
+    "num_layers": 4,
     "draft_vocab_size": 0,
     "tokens_per_batch": 1024,
     "anchors_per_sequence": 20,
@@ -41,10 +42,11 @@ CARD = """\
 
 A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers,
 block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
-Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM (`tests/llamacpp`, `tests/vllm`).
+Exported, it drafts in llama.cpp what it drafts here, but for rare tokens; with volley's plugin it does so in vLLM
+(`tests/llamacpp`, `tests/vllm`).
 
 It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
-(T = 0 and 0.7, up to 224 tokens; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
+({answers}; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
 
 | held-out prompts | τ of chains of {block}, drafts alone | plain decoding | prompt lookup alone | with the drafter |
 |---|---|---|---|---|
@@ -72,20 +74,6 @@ Weights: Apache-2.0.
 """
 
 
-def write_target(gguf: Path, out: Path) -> None:
-    """The GGUF file as a folder in bf16."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    named = {"gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, **named, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    vars(model.config).pop("quantization_config", None)  # only some versions of transformers leave it there
-    model.hf_quantizer, model.is_quantized = None, False
-    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(out)
-    model.save_pretrained(out)
-
-
 def part(responses: Path, work: Path) -> None:
     """Write ``train.jsonl`` and ``held-out.jsonl``: all answers to a prompt lie on one side."""
     rows = read_rows([responses])
@@ -97,6 +85,13 @@ def part(responses: Path, work: Path) -> None:
     }
     for name, chosen in sides.items():
         write_atomically(work / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen))
+
+
+def answers(rows: list[dict[str, Any]]) -> str:
+    """Say how many answers there are, at which temperatures, and how long they may be."""
+    temperatures = ", ".join(f"{own:g}" for own in sorted({row["temperature"] for row in rows}))
+    longest = max(len(row["response_token_ids"]) for row in rows)
+    return f"{len(rows):,} answers at T = {temperatures} of up to {longest} tokens"
 
 
 def measure(target: str, drafter: Path, held_out: Path) -> dict[str, Any]:
@@ -141,6 +136,7 @@ def bundle(drafter: Path, report: dict[str, Any], out: Path) -> None:
         megabytes=(out / "model.safetensors").stat().st_size / 1e6,
         steps=report["steps"],
         tokens=report["tokens"] / 1e6,
+        answers=report["answers"],
         made=report["made"],
         rows="\n".join(rows),
         tau_prompts=report["tau_prompts"],
@@ -162,23 +158,22 @@ def main() -> None:
     given = parser.parse_args()
     work: Path = given.work
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "target" / "model.safetensors").exists():
-        write_target(given.gguf, work / "target")
     if not (work / "held-out.jsonl").exists():
         part(given.responses, work)
     run, record = work / "train", work / "report.json"
     if not record.exists():
-        files = {"target": str(work / "target"), "data": (str(work / "train.jsonl"),), "out": str(run)}
+        files = {"target": str(given.gguf), "data": (str(work / "train.jsonl"),), "out": str(run)}
         held_out = str(work / "held-out.jsonl")
         drafter = train(TrainConfig(**files, **RECIPE, eval_data=held_out, max_minutes=given.minutes))
         trained = json.loads((run / "training_report.json").read_text())
         facts = {
             "steps": trained["position"]["step"],
             "tokens": trained["position"]["tokens"],
+            "answers": answers(read_rows([work / "train.jsonl"])),
             "made": f"in {given.minutes:g} minutes, {time.strftime('%Y-%m-%d')}",
             "machine": given.machine or f"{torch.get_num_threads()} threads of a CPU",
         }
-        measured = measure(str(work / "target"), drafter, work / "held-out.jsonl")
+        measured = measure(str(given.gguf), drafter, work / "held-out.jsonl")
         write_atomically(record, json.dumps(facts | measured, indent=2) + "\n")
     bundle(run / "drafter", json.loads(record.read_text()), given.out)
 

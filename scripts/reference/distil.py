@@ -1,4 +1,4 @@
-"""What the trainings of draft models for the bundled target share: rows of its responses, and a loop that the clock bounds.
+"""Parts that all trainings of draft models for the bundled target share: rows of its responses, and a loop bounded by the clock.
 
 The clock is the process's CPU time: on a busy machine a training gets as much as on a quiet one.
 """

@@ -177,7 +177,7 @@ Documents = tuple[list[str], list[Tensor]]
 
 
 def read_documents(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> tuple[Documents, Documents]:
-    """What is trained on, and what is held out: from ``text.pt``, which is made of ``--data`` where it is not there."""
+    """Return the training and held-out data of ``text.pt``, which is made of ``--data`` if it is missing."""
     kept = options.out / "text.pt"
     if not kept.exists():
         rng = random.Random(0)

@@ -1,10 +1,12 @@
-"""An EAGLE-3 drafter for the bundled target, written as such drafters are published. A baseline for the bench.
+"""An EAGLE-3 drafter for a target, written as such drafters are published. A baseline for the bench.
 
-    python scripts/reference/train_eagle.py --data responses.jsonl --out runs/eagle --minutes 20
+    python scripts/reference/train_eagle.py --target MODEL.gguf --data responses.jsonl --out runs/eagle --minutes 20
 
 Training-time test (Li et al. 2025, §3.2): step 0 reads the target's states, each later step what the step before it made of the
 position before. All steps see the text's own tokens and learn the target's distributions. The text is the target's responses
-(``volley collect``). A run that finds its checkpoint goes on from it. ``--minutes`` are of CPU time.
+(``volley collect``). As in ``volley train`` the head is the target's, the loss looks at frequent tokens and a sample, and the
+drafter drafts as many tokens as promise most speed. A run that finds its checkpoint goes on from it. ``--minutes`` are of CPU
+time.
 """
 
 import argparse
@@ -14,8 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import PreTrainedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -24,15 +25,19 @@ from volley.files import REFERENCE, write_atomically
 from volley.models.checkpoints.eagle_format import usual_taps
 from volley.models.checkpoints.formats import parse_config
 from volley.models.drafters.eagle import EagleDrafter
-from volley.models.targets.taps import Taps
 from volley.tensors import save_tensors
+from volley.train.begin import soften
+from volley.train.documents import Document
+from volley.train.features import FrozenTarget, OnlineFeatures
+from volley.train.fused import fuse
+from volley.train.losses import Objective, block_loss
+from volley.train.vocabulary import LossTokens, choose_vocabulary, loss_tokens, response_counts
 
 DECAY = 0.8
 
 
-def published_config(target: Qwen3ForCausalLM) -> dict:
-    """``config.json`` of a drafter with the target's widths and all of its tokens."""
-    theirs = target.config
+def published_config(theirs: PreTrainedConfig, drafted: int) -> dict:
+    """``config.json`` of a drafter with the target's widths that drafts ``drafted`` of its tokens."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -44,7 +49,7 @@ def published_config(target: Qwen3ForCausalLM) -> dict:
             key: getattr(theirs, key)
             for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
         },
-        "draft_vocab_size": theirs.vocab_size,
+        "draft_vocab_size": drafted,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "rope_theta": theirs.rope_parameters["rope_theta"],
@@ -86,20 +91,30 @@ def unroll(drafter: EagleDrafter, tapped: Tensor, embeddings: Tensor, steps: int
     return found
 
 
-def loss_of(drafter: EagleDrafter, tapped: Tensor, embeddings: Tensor, logits: Tensor, steps: int) -> Tensor:
-    """Cross-entropy of every step with the target's ``logits [B, T, V]``; a step less counts ``DECAY`` of the one before."""
-    total = tapped.new_zeros(())
-    goal = logits[:, 1:].softmax(-1)  # position p predicts what follows the token after it
-    assert drafter.lm_head is not None
-    for step, states in enumerate(unroll(drafter, tapped[:, :-1], embeddings[:, 1:], steps)):
-        own = drafter.lm_head(states[:, step:])
-        total = total + DECAY**step * cross_entropy(own.flatten(0, 1), goal[:, step:].flatten(0, 1))
+def loss_of(
+    drafter: EagleDrafter, target: FrozenTarget, tokens: LossTokens | None, ids: Tensor, states: Tensor, steps: int
+) -> Tensor:
+    """Cross-entropy of every step with the target's distributions; a step less counts ``DECAY`` of the one before.
+
+    ``states [B, T, 4 · H]`` are the tapped ones of tokens ``ids [B, T]``, and those of the last layer.
+    """
+    total, width = states.new_zeros((), dtype=torch.float32), drafter.config.hidden_size
+    with torch.no_grad():
+        embeddings, final = target.embed(ids[:, 1:-1]), target.model.get_decoder().norm(states[:, 1:-1, -width:])
+    for step, own in enumerate(unroll(drafter, states[:, :-2, :-width], embeddings, steps)):
+        rows, goal = (x[:, step:].flatten(0, 1).to(target.dtype) for x in (own, final))
+        head, labels = target.head, ids[:, 2 + step :].flatten()  # a position predicts what follows the token after it
+        if tokens is not None:
+            head, labels = tokens(head, labels, width)
+        weights = torch.full((len(labels),), DECAY**step / len(labels))
+        total = total + block_loss(rows, head, labels, weights, Objective(1.0), final=goal, measure=False)[0]
     return total
 
 
 def publish(folder: Path, raw: dict, drafter: EagleDrafter) -> None:
     own = {
-        name: tensor.to(torch.bfloat16) for name, tensor in drafter.state_dict().items() if tensor.is_floating_point()
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        for name, tensor in drafter.state_dict().items()
     }
     names = {
         name: name.replace("layers.0.", "midlayer.").replace("hidden_norm", "midlayer.hidden_norm") for name in own
@@ -108,18 +123,23 @@ def publish(folder: Path, raw: dict, drafter: EagleDrafter) -> None:
     write_atomically(folder / "config.json", json.dumps(raw, indent=2) + "\n")
 
 
-def new_drafter(raw: dict, target: Qwen3ForCausalLM) -> EagleDrafter:
-    """Its head begins as the target's, and so does its last norm; embeddings stay the target's."""
+def new_drafter(raw: dict, target: FrozenTarget, counts: Tensor) -> EagleDrafter:
+    """Its head is the target's for the tokens that ``counts [V]`` has most of, and its last norm begins as the target's."""
     drafter = EagleDrafter(parse_config(raw))
     assert drafter.lm_head is not None
+    drafted = counts.argsort(descending=True, stable=True)[: len(drafter.lm_head.weight)].sort().values
     with torch.no_grad():
-        drafter.lm_head.weight.copy_(target.lm_head.weight)
-        drafter.norm.weight.copy_(target.model.norm.weight)
+        drafter.lm_head.requires_grad_(False).weight.copy_(target.head[drafted])
+        drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+        if drafter.d2t is not None:
+            drafter.d2t.copy_(drafted - torch.arange(len(drafted)))
+    fuse(drafter)
     return drafter
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(REFERENCE / "target"), help="folder or GGUF file; the bundled one")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=4, help="tokens that are drafted in a row in training")
@@ -133,21 +153,24 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    target = Qwen3ForCausalLM.from_pretrained(REFERENCE / "target", dtype=torch.float32).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE / "target")
-    raw = published_config(target)
-    drafter = new_drafter(raw, target)
-    taps = Taps(target, usual_taps(target.config.num_hidden_layers))
+    target = FrozenTarget(options.target, torch.bfloat16, torch.device("cpu"))
+    theirs, rows = target.text_config, distil.training_rows(options.data, target.tokenizer)
+    texts = [Document(row.int(), 0) for row in rows]
+    size = choose_vocabulary(texts, target.vocab_size, theirs.hidden_size, target.pass_weights) or target.vocab_size
+    raw, tokens = published_config(theirs, size), loss_tokens(texts, target)
+    drafter = new_drafter(raw, target, response_counts(texts, target.vocab_size))
+    layers = theirs.num_hidden_layers
+    source = OnlineFeatures(target, (*usual_taps(layers), layers - 1), with_final=False)
 
     def loss(ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            logits = target(ids).logits
-            tapped, embeddings = taps.take(), target.get_input_embeddings()(ids)
-        return loss_of(drafter, tapped, embeddings, logits, options.steps)
+        states = source([Document(row.int(), 0) for row in ids], range(len(ids))).taps
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(drafter, target, tokens, ids, states, options.steps)
 
+    soften(drafter.norm, lambda: loss(rows[:1]).item())
     distil.train(
         drafter,
-        distil.training_rows(options.data, tokenizer),
+        rows,
         loss,
         lambda: publish(options.out / "drafter", raw, drafter),
         options.out,

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from volley.models.drafters.drafter import Drafter
     from volley.models.targets.families import register_family
     from volley.models.targets.target import Target
+    from volley.params import DiffusionParams, SamplingParams
     from volley.policies.base import Policy
     from volley.proposers.base import Proposer
-    from volley.types import DiffusionParams, GenerationResult, GenerationStats, SamplingParams, TextChunk
+    from volley.results import GenerationResult, GenerationStats, TextChunk
 
 __all__ = [
     "CapacityConfig",
@@ -36,11 +37,16 @@ _HOMES = {
     "CapacityConfig": "volley.config",
     "DecodingConfig": "volley.config",
     "Drafter": "volley.models.drafters.drafter",
+    "DiffusionParams": "volley.params",
     "Engine": "volley.engine.engine",
+    "GenerationResult": "volley.results",
+    "GenerationStats": "volley.results",
     "Grammar": "volley.grammar",
     "Policy": "volley.policies.base",
     "Proposer": "volley.proposers.base",
+    "SamplingParams": "volley.params",
     "Target": "volley.models.targets.target",
+    "TextChunk": "volley.results",
     "register_family": "volley.models.targets.families",
 }
 
@@ -49,4 +55,4 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use, so that ``volley --help`` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'volley' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "volley.types")), name)
+    return getattr(import_module(_HOMES[name]), name)

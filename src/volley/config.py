@@ -57,13 +57,6 @@ class DraftingConfig:
         name, _, size = self.policy.partition(":") if isinstance(self.policy, str) else ("", "", "")
         return int(size) if name == "fixed" and size.isdecimal() else 0
 
-    def largest_block(self, trained: int) -> int:
-        """Return the largest block that is drafted: the drafter's own, which it was ``trained`` for, or a fixed policy's.
-
-        Positions beyond the trained block are masks like all others; their drafts are less accurate (DFlash, Table 7).
-        """
-        return max(trained, self.fixed_block)
-
     def given(self) -> list[str]:
         """Return the names of the settings that differ from the default."""
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]

@@ -16,9 +16,11 @@ REFERENCE = Path(__file__).parent / "reference"
 """Folder of the bundled models: ``target``; its drafters ``drafter``, ``drafter-dflash`` without a sequential head and
 ``drafter-markov`` with another; ``diffusion``, the target that was also taught to fill masks; ``smollm2-135m``, a drafter of a
 published model."""
-BUNDLED_DRAFTERS = {f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")} | {
-    "smollm2-135m": REFERENCE / "smollm2-135m"
-}
+PUBLISHED_DRAFTERS = {"smollm2-135m": REFERENCE / "smollm2-135m"}
+"""Drafters of published models."""
+BUNDLED_DRAFTERS = {
+    f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")
+} | PUBLISHED_DRAFTERS
 """Names that stand for folders where a drafter's folder is asked for."""
 BUNDLED_TARGETS = {"reference-diffusion": REFERENCE / "diffusion"}
 """Names of bundled targets, accepted in place of a folder."""
@@ -69,6 +71,20 @@ def find_smollm2() -> tuple[str, str | None] | None:
     found = [Path(folder) / SMOLLM2 for folder in (package and package.submodule_search_locations) or ()]
     drafter = REFERENCE / "smollm2-135m"
     return next(((str(file), str(drafter) if drafter.is_dir() else None) for file in found if file.exists()), None)
+
+
+def published_drafter(hidden_size: int, vocab_size: int, num_layers: int) -> str | None:
+    """Return the name of the bundled drafter of a published model with this shape, if there is one.
+
+    A fine-tune has the shape, too. It accepts fewer drafts, and the policy drafts less.
+    """
+    keys = ("hidden_size", "vocab_size", "num_target_layers")
+    for name, folder in PUBLISHED_DRAFTERS.items():
+        if (folder / "config.json").exists():
+            own = read_json(folder / "config.json")
+            if [own[key] for key in keys] == [hidden_size, vocab_size, num_layers]:
+                return name
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

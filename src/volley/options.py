@@ -6,14 +6,13 @@ option.
 """
 
 import ast
-import difflib
 import functools
 import inspect
 import math
 import os
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -24,8 +23,6 @@ from typer.models import OptionInfo
 from volley.errors import ConfigError
 
 PREFIX = "VOLLEY_"
-ALIKE = 0.85
-"""Similarity, with the prefix, from which one variable counts as a misspelling of another."""
 
 
 _running: ContextVar[typer.Context] = ContextVar("running")
@@ -62,14 +59,11 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
                     note.envvar, note.show_envvar = _variable(parameter.name), False
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
-    own = next((parameter.name for parameter in parameters if parameter.annotation is typer.Context), None)
-    if own is None:  # a command has at most one context
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter("running", kind, annotation=typer.Context))
+    parameters.append(inspect.Parameter("running", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     @functools.wraps(command)
     def wrapper(**given: Any) -> None:
-        _running.set(given[own] if own else given.pop("running"))
+        _running.set(given.pop("running"))
         for key, value in given.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"--{key.replace('_', '-')} is {value}; give a finite number")
@@ -149,30 +143,6 @@ def on_command_line(name: str) -> bool:
     commands."""
     source = _running.get().get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def has_unknown_variables(environment: Iterable[str], command: Any) -> bool:
-    """Return whether a variable of volley's prefix belongs to no option of ``command``."""
-    return bool({name for name in environment if name.startswith(PREFIX)} - set(_variables(command)))
-
-
-def name_misspelt_variables(environment: Iterable[str], command: Any, *others: str) -> None:
-    """Warn about each variable that no option reads but whose name is close to an option's or one of ``others``.
-
-    Other variables are ignored: users may have variables of that prefix for purposes of their own.
-    """
-    known = {*others, *_variables(command)}
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known:
-            for near in difflib.get_close_matches(name, list(known), n=1, cutoff=ALIKE):
-                typer.echo(f"the variable {name} is not looked at; did you mean {near}?", err=True)
-
-
-def _variables(command: Any) -> Iterator[str]:
-    """Yield the variables of all options of a command, or of the commands of a group."""
-    yield from (option.envvar for option in command.params if option.envvar)
-    for part in getattr(command, "commands", {}).values():
-        yield from _variables(part)
 
 
 def _command_line_type(hint: Any) -> Any:

@@ -11,9 +11,10 @@ from volley.bench.report import summarise, to_markdown
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
 from volley.errors import ConfigError, InputError
+from volley.params import SamplingParams
 from volley.policies.goodput import Goodput
 from volley.prompts import Conversation
-from volley.types import GenerationResult, GenerationStats, SamplingParams
+from volley.results import GenerationResult, GenerationStats
 
 
 def result(token_ids: Sequence[int], **stats: Any) -> GenerationResult:

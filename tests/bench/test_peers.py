@@ -9,7 +9,7 @@ from volley.bench.tasks import Case
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 from ..conftest import TinyPair, byte_tokenizer
 

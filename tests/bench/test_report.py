@@ -53,6 +53,7 @@ def test_a_summary_is_worked_out_from_its_runs() -> None:
     assert "| 25.00 (head 5.00) | 175.00 |" in to_markdown([drafted])
     assert drafted.cycle_ms == pytest.approx(1000 * 1.5 / 8)
     assert drafted.acceptance_by_position == [pytest.approx(2 / 3), pytest.approx(2 / 3), pytest.approx(1 / 3)]
+    assert (plain.accepted_share, drafted.accepted_share) == (None, pytest.approx(12 / 20))
     assert drafted.histogram == {1: 2, 2: 2, 3: 2, 4: 2}
     assert drafted.first_token_ms.median == 500
 

@@ -1,4 +1,4 @@
-"""What the benchmark of diffusion models measures without a clock."""
+"""The measurements of diffusion models that need no clock."""
 
 import json
 from pathlib import Path

@@ -36,7 +36,7 @@ def test_tokens_and_accepted_lengths_stay(folders: dict[str, Path]) -> None:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Of every token of a text, as transformers computes them."""
+    """Return the logits of every token of a text, as transformers computes them."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.arange(100, 164)[None]
     with torch.inference_mode():

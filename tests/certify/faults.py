@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tests.tiny import Pair
 from volley import Engine
+from volley.decode.late import Reading
 from volley.decode.sampling import token_probs
-from volley.decode.work import Ask, Rule, Work
+from volley.decode.work import Ask, Proposal, Rule, Verdict, Work, Works
 from volley.engine.states import TargetPages
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.proposers.base import Proposer, Works
-from volley.types import Proposal, Verdict
+from volley.proposers.base import Proposer
 
 VOCAB = 50
 
@@ -55,31 +55,33 @@ class TemperatureIgnored(Guess):
 class GreedyBonus(Speculative):
     """Behind a draft that was kept whole comes the likeliest token, at every temperature."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().absorb(works, logits).read()
         for work in works:
             draft, verdict = work.proposal.token_ids, work.verdict
             if draft and verdict.accepted == len(draft) and work.proposal.parents is None:
                 verdict.token_ids[-1] = int(logits[work.rows][-1].argmax())
+        return Reading()
 
 
 class OffByOne(Speculative):
     """Keeps the first draft token that is wrong."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().absorb(works, logits).read()
         for work in works:
             draft, kept = work.proposal.token_ids, work.verdict.accepted
             if kept < len(draft) and work.proposal.parents is None and work.request.params.temperature == 0:
                 best = int(logits[work.rows][kept + 1].argmax())
                 work.verdict = Verdict(kept + 1, [*draft[: kept + 1], best])
+        return Reading()
 
 
 class RatioOnTrees(Speculative):
     """Judges the nodes of sampled trees by min(1, p / q), as if they had been drawn from q."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().absorb(works, logits).read()
         for work in works:
             proposal, params = work.proposal, work.request.params
             if proposal.parents is None or params.temperature == 0:
@@ -100,6 +102,7 @@ class RatioOnTrees(Speculative):
                 node = kept
             tokens = [proposal.token_ids[child - 1] for child in path]
             work.verdict = Verdict(len(path), [*tokens, int(torch.multinomial(probs[node], 1))], tuple(path))
+        return Reading()
 
 
 class TopPIgnored(Speculative):
@@ -117,12 +120,12 @@ class PenaltiesIgnored(Speculative):
 class Leak(Speculative):
     """The first two requests of a pass get each other's logits."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         rows = [work.rows.start for work in works if work.rows.stop > work.rows.start][:2]
         if len(rows) == 2:
             logits = logits.clone()
             logits[rows] = logits[rows[::-1]]
-        super().absorb(works, logits)
+        return super().absorb(works, logits)
 
 
 class StalePages(TargetPages):
@@ -164,10 +167,10 @@ def ratio_on_trees(pair: Pair) -> Engine:
 
 def stale_pages(pair: Pair) -> Engine:
     engine = Engine(pair.target, pair.drafter, page_size=4)
-    pages = engine.sequences.pages
+    pages = engine.core.sequences.pages
     stale = StalePages(pages.pool, pages.store, prefix_caching=True)
-    engine.sequences.pages = stale
-    engine.sequences.states = (stale, *engine.sequences.states[1:])
+    engine.core.sequences.pages = stale
+    engine.core.sequences.states = (stale, *engine.core.sequences.states[1:])
     return engine
 
 

@@ -30,7 +30,7 @@ BIASES = {
     "bonus tokens": (0.06, "sampled"),
     "trees": (0.04, "sampled trees"),
 }
-"""What finds these faults with a margin of four standard deviations, and where; the others need no statistics."""
+"""Checks that find these faults with a margin of four standard deviations; the others need no statistics."""
 PROMPTS = random_prompts(6, longest=12)
 
 
@@ -92,7 +92,7 @@ def test_a_diffusion_language_model_is_certified_against_its_autoregressive_mode
 
 @pytest.mark.slow
 def test_a_mask_is_not_expected_where_it_would_be_likely(pair: Pair) -> None:
-    """It is never chosen, though its log-probability is told."""
+    """The mask is never chosen, though its log-probability is returned."""
     hf = deepcopy(pair.hf)
     with torch.no_grad():
         hf.lm_head.weight[3] = 1.2 * hf.lm_head.weight[5]  # which some answers hold

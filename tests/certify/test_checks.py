@@ -1,4 +1,4 @@
-"""What a check says where it cannot judge: it neither passes nor fails."""
+"""A check that cannot judge neither passes nor fails."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,48 +20,8 @@ from volley.certify.checks import (
     greedy_params,
     tie_of,
 )
-from volley.certify.structured import check_json
-from volley.certify.subject import Reply, ServerSubject, Structured
-from volley.types import SamplingParams
-
-GOOD = '{"verdict": "no", "sure": true}'
-
-
-class Answers(ServerSubject):
-    """A server whose answers are known: with a schema, and without one."""
-
-    def __init__(self, formed: Sequence[str] | None, free: str = "Well", finish_reason: str = "stop") -> None:
-        self.formed, self.free, self.finish_reason = formed, free, finish_reason
-
-    def structured(
-        self, asked: Sequence[tuple[str, float]], schema: dict[str, Any] | None, max_tokens: int
-    ) -> list[Structured] | None:
-        if schema is None:
-            return [Structured(self.free, "stop") for _ in asked]
-        if self.formed is None:
-            return None
-        return [Structured(self.formed[index % len(self.formed)], self.finish_reason) for index in range(len(asked))]
-
-
-@pytest.mark.parametrize(
-    ("subject", "plain", "outcome"),
-    [
-        (Answers([GOOD]), None, "passed"),
-        (Answers(None), None, "not judged"),  # refused
-        (Answers(["Well"]), None, "not judged"),  # the field is not looked at
-        (Answers(["Well"]), Answers([GOOD]), "FAILED"),  # but it is without drafts
-        (Answers(["Well"]), Answers(None), "not judged"),
-        (Answers([GOOD, '{"verdict": "no"'], finish_reason="stop"), None, "FAILED"),
-        (Answers(['{"verdict":\n  "no"', '{ "sure": fal'], finish_reason="length"), None, "passed"),
-        (Answers(['{"verdict": "no", "more'], finish_reason="length"), None, "FAILED"),
-        (Answers(['{"verdict": "maybe", "sure": true}']), None, "FAILED"),
-        (Answers(['{"verdict": "no", "sure": 1}']), None, "FAILED"),
-        (Answers(['{"verdict": "no", "sure": true, "more": 1}']), None, "FAILED"),
-        (Answers(["[]"]), None, "FAILED"),
-    ],
-)
-def test_json_is_offered_or_not_or_wrong(subject: Answers, plain: Answers | None, outcome: str) -> None:
-    assert check_json(subject, plain, ["One", "Two"]).outcome == outcome
+from volley.certify.subject import Reply
+from volley.params import SamplingParams
 
 
 def reply(tokens: str, *top: dict[str, float]) -> Reply:
@@ -191,7 +151,7 @@ def test_a_prefix_cache_is_judged_where_it_was_of_use(
 
 
 def in_steps(*steps: float) -> list[Reply]:
-    """Of a server whose logits move in these steps in turn."""
+    """Replies whose logits move in these steps in turn."""
     rng = Random(0)
     tops = [{"a": -0.3, "b": -0.3 - steps[i % len(steps)] * rng.randrange(1, 30), "~": -9.123} for i in range(200)]
     return [reply("a" * 200, *tops)]

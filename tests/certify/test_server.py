@@ -21,7 +21,7 @@ from volley.certify.options import CertifyConfig
 from volley.certify.subject import NotOffered, Reply, ServerFailure, ServerSubject, TooBusy
 from volley.cli import app
 from volley.errors import EndpointError
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 PROMPTS = ["Once upon a time", "The cat sat on", "Two birds fly over", "Rain fell while"]
 QUICK = CertifyConfig(bias=0.45, max_tokens=12, prompts_used=4)
@@ -62,7 +62,7 @@ def test_a_lossless_server_passes_beside_plain_decoding(
     found = json.loads((tmp_path / "certificate.json").read_text())
     assert found["verdict"] == "lossless"
     outcomes = {check["name"]: check["outcome"] for check in found["checks"]}
-    for name in ("greedy", "sampled", "sampled at T = 0.6", "n", "seeds", "json"):
+    for name in ("greedy", "sampled", "sampled at T = 0.6", "seeds"):
         assert outcomes[name] == "passed"
     assert outcomes["prefix cache"] == "passed"
     facts = {check["name"]: check["facts"] for check in found["checks"]}
@@ -79,14 +79,6 @@ def test_a_server_that_forgets_top_p_is_caught(tiny: Tiny) -> None:
     answer_by(engine, TopPIgnored(engine.config))
     with running(engine) as server:
         assert certify_server(f"{server.url}/v1", PROMPTS, QUICK, say=lambda _: None).finding == "top_p is ignored"
-
-
-def test_a_server_may_refuse_several_answers(tiny: Tiny) -> None:
-    with running(tiny.plain) as server, closing(ServerSubject(f"{server.url}/v1", None, None)) as subject:
-        assert subject.choices(PROMPTS[0], greedy_params(4), 1000) is None
-        found = subject.choices(PROMPTS[0], greedy_params(4), 2)
-        assert found is not None
-        assert len(found) == 2
 
 
 @pytest.mark.slow
@@ -107,7 +99,7 @@ def test_a_server_that_breaks_down_has_failed_what_it_was_asked(tiny: Tiny, monk
         assert [check.name for check in found.failed] == ["top_k"]
         assert "the server broke down: HTTP 500" in found.failed[0].detail
         assert found.finding == "top_k: the server breaks down"
-        assert found.checks[-1].name == "json", "the others were made"
+        assert found.checks[-1].name == "seeds", "the others were made"
         monkeypatch.setattr(ServerSubject, "is_there", lambda self: False)
         gone = certify_server(f"{server.url}/v1", PROMPTS, few, say=lambda _: None)
     assert gone.checks[-1].name == "top_k"
@@ -132,7 +124,7 @@ def test_a_busy_server_is_asked_again_and_not_called_broken(tiny: Tiny, monkeypa
         assert subject.model == "m"
         monkeypatch.setattr("volley.certify.subject.PATIENCE", 0.6)
         with pytest.raises(TooBusy, match="HTTP 429"):
-            subject.choices(PROMPTS[0], greedy_params(4), 2)
+            subject.ask(PROMPTS[:1], greedy_params(4))
 
 
 @pytest.mark.parametrize("most", [20, 5, 1, 0])

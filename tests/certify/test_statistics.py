@@ -11,13 +11,13 @@ from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import Deviations, mean_difference, poisson_p, sum_p, two_sample_p, two_sided
 from volley.decode.sampling import token_probs
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 TESTS = 16
 
 
 def smallest_p(shift: float, count: int, seed: int) -> float:
-    """Of the tests on ``count`` tokens whose likeliest has ``shift`` more probability than it is said to have."""
+    """Return the smallest p-value of ``count`` tokens whose likeliest has ``shift`` more probability than stated."""
     rng, deviations = random.Random(seed), Deviations(random.Random(seed + 1))
     probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.double)
     tokens = rng.choices(range(3), [0.5 + shift, 0.3 - shift / 2, 0.2 - shift / 2], k=count)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import MOST_EDITING_STEPS, Canvas, Edit, Reveal
+from volley.decode.canvas import Canvas, Look, Reveal
 from volley.decode.sampling import PositionNoise
-from volley.types import DiffusionParams, SamplingParams
+from volley.params import DiffusionParams, SamplingParams
 
 MASK = 9
 GREEDY = SamplingParams()
@@ -25,7 +25,7 @@ def reveal(logits: Tensor, given: list[int] | None = None, **own: object) -> Can
     params = DiffusionParams(canvas_length=len(logits), **{"threshold": 0.8, **own})  # type: ignore[arg-type]
     rule = Reveal(MASK)
     canvas = rule.open(0, given or [], params, NOISE)
-    rule.step(canvas, logits, GREEDY, params, NOISE)
+    rule.step(Look(canvas, logits, GREEDY, params, NOISE))
     return canvas
 
 
@@ -67,25 +67,3 @@ def test_the_mask_is_never_chosen() -> None:
     logits = sure(0.5, 0.5)
     logits[:, MASK] = 50.0
     assert reveal(logits, threshold=0.0).tokens.tolist() == [1, 1]
-
-
-def test_an_edit_replaces_what_was_revealed_but_never_what_was_given() -> None:
-    params = DiffusionParams(canvas_length=3, threshold=0.8, edit_threshold=0.7)
-    rule = Edit(MASK)
-    canvas = rule.open(0, [7], params, NOISE)
-    rule.step(canvas, sure(0.9, 0.9, 0.9), GREEDY, params, NOISE)
-    assert (canvas.tokens.tolist(), canvas.done) == ([7, 1, 1], False), "a full canvas is looked at once more"
-    changed = rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
-    assert (canvas.tokens.tolist(), changed.tolist(), canvas.done) == ([7, 2, 1], [False, True, False], False)
-    assert canvas.confidence.tolist() == pytest.approx([0.0, 0.75, 0.9])
-    rule.step(canvas, sure(0.75, 0.75, 0.6, token=2), GREEDY, params, NOISE)
-    assert canvas.done, "nothing was edited"
-
-
-def test_edits_that_never_settle_end() -> None:
-    params = DiffusionParams(canvas_length=1, threshold=0.8, edit_threshold=0.7)
-    rule = Edit(MASK)
-    canvas = rule.open(0, [], params, NOISE)
-    while not canvas.done:
-        rule.step(canvas, sure(0.9, token=1 + canvas.step % 2), GREEDY, params, NOISE)
-    assert canvas.step == 1 + MOST_EDITING_STEPS

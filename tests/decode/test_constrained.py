@@ -14,9 +14,9 @@ from volley.decode import constrained
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choice, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Work
 from volley.native.sampling import allowed_best
-from volley.types import Proposal, SamplingParams
+from volley.params import SamplingParams
 
 V, LEVELS = 20, 6
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def following(logits: Tensor) -> Following:
 
 
 def looping(logits: Tensor) -> Following:
-    """The same, where a loop in C chooses."""
+    """Draw with a loop in C that chooses."""
     return following(logits)._replace(best=lambda at, _, bits: allowed_best(logits[at], bits, with_chance=True))
 
 

@@ -44,7 +44,7 @@ def test_tokens_together_are_the_text_of_each_after_the_other(runs: list[tuple[s
 
 @given(text=st.text(st.sampled_from("a é😀"), max_size=20), cut=st.integers(0, 20))
 def test_texts_of_vocabularies_that_mark_words_and_fall_back_to_bytes(text: str, cut: int) -> None:
-    """Of the Llama 2 kind, whose decoder drops a first space and has a mark for each byte of an unfinished character."""
+    """Tokenizers of Llama 2's type drop a first space and mark each byte of an unfinished character."""
     known = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "é", "▁a"]
     fast = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(known)}, merges=[], byte_fallback=True))
     last = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -78,7 +78,7 @@ def byte_ids(raw: bytes) -> list[int]:
 
 @given(token_ids=st.lists(st.integers(0, 259), max_size=12), skips=st.booleans())
 def test_texts_are_those_of_the_tokenizer(token_ids: list[int], skips: bool) -> None:
-    """Of transformers' own kind, and of one that decodes by itself."""
+    """Both transformers' own tokenizers and one that decodes by itself."""
 
     class Shouting(PreTrainedTokenizerFast):
         def _decode(self, *given: Any, **options: Any) -> str:

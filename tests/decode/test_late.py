@@ -1,4 +1,4 @@
-"""What the host reads together; drafts that it reads late in engines are in ``engine/test_late.py``."""
+"""Values that the host reads together; ``engine/test_late.py`` tests drafts that engines read late."""
 
 from dataclasses import replace
 
@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 from tests.made_up import decoding
 from volley.decode.late import Reading, count_accepted, draft_tokens, late_proposals, read_drafts
 from volley.decode.verify import verify_choices
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Work
 from volley.procedures.request import Request
-from volley.types import Proposal
 
 CHAIN = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=5), st.booleans())
 def test_one_copy_brings_choices_and_drafts(sizes: list[tuple[int, bool]], with_confidence: bool) -> None:
-    """Of works some drafts are late and some were read before; what is added later is taken later."""
+    """Some works' drafts are on the device and some were read before; later ones are taken later."""
     works = [Work[Request](decoding([1, 2]), replace(CHAIN, size=size, positions=size)) for size, _ in sizes]
     late, tokens, sure = list[Work[Request]](), list[int](), list[float]()
     for index, (work, (size, is_late)) in enumerate(zip(works, sizes, strict=True)):

@@ -7,7 +7,7 @@ from volley.decode.lookup import Lookup
 
 
 def searched(text: list[int], most: int) -> tuple[list[int], int]:
-    """What follows the place that agrees furthest, of the last eight before the end with the same three tokens before them."""
+    """Return the tokens after the place that agrees furthest, of the last eight with the same three tokens before them."""
     found = [(0, 0)]
     places = [place for place in range(3, len(text)) if text[place - 3 : place] == text[-3:]]
     for place in places[-8:]:

@@ -74,7 +74,7 @@ def test_extreme_words_make_finite_noise() -> None:
 
 @pytest.mark.slow
 def test_rare_tokens_win_as_rarely_as_they_should() -> None:
-    """Of 10⁸ numbers those below 10⁻⁶ and 10⁻⁷ are as many as the law says, and their own size has its law."""
+    """Among 10⁸ numbers those below 10⁻⁶ and 10⁻⁷ are as many as expected, and their sizes have the right distribution."""
     size, rows = 1_000_000, 100
     small = torch.cat([own[own < 1e-6] for row in range(rows) for own in noise.exponentials([1], 0, [row], size, CPU)])
     assert abs(len(small) - 100) < 50
@@ -111,7 +111,7 @@ def numpys(seed: int, position: int, size: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_no_token_without_a_chance_wins_in_a_large_vocabulary() -> None:
-    """Of 400 races among 151,936 tokens; NumPy's noise lets such tokens win one race of 57."""
+    """Runs 400 races among 151,936 tokens; NumPy's noise lets such tokens win one race of 57."""
     probs = torch.full((151_936,), 1e-10)
     probs[:2] = 0.5
     for is_right, draw in (

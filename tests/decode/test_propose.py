@@ -21,9 +21,9 @@ from volley.decode.propose import (
     walk_sampled,
 )
 from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Work
+from volley.params import SamplingParams
 from volley.procedures.request import Request
-from volley.types import Proposal, SamplingParams
 
 VOCAB = 5
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ def block(positions: int, anchor: int, seed: int, first: int, params: SamplingPa
 def read_walk(
     walk: Callable[[Transitions, Sequence[Work[Any]]], list[Proposal]], after: Transitions, works: list[Work[Request]]
 ) -> list[Proposal]:
-    """What the host reads of a walk."""
+    """The host's read of a walk."""
     proposals = walk(after, works)
     for work, proposal in zip(works, proposals, strict=True):
         work.proposal = proposal

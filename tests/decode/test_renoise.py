@@ -26,9 +26,9 @@ from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Ask, Rule, Shape
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion_gemma import DiffusionGemma
+from volley.params import DiffusionParams, SamplingParams
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
-from volley.types import DiffusionParams, SamplingParams
 
 LENGTH, VOCAB, STEPS = 6, 11, 7
 PARAMS = DiffusionParams(
@@ -53,7 +53,7 @@ def made_up_passes(seed: int) -> list[Tensor]:
 
 
 def by_transformers(passes: list[Tensor], stability: int) -> tuple[list[list[int]], list[int]]:
-    """What each pass reads, and the best tokens of the last."""
+    """Record the input of each pass, and the best tokens of the last."""
     sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(entropy_bound=1.5), LENGTH, VOCAB, STEPS)
     heat = LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, STEPS)
     settled = StableAndConfidentStoppingCriteria(stability, 1.2)
@@ -84,7 +84,7 @@ def test_canvases_and_ends_are_those_of_transformers(stability: int) -> None:
         mine = []
         while not canvas.done:
             mine.append(canvas.tokens.tolist())
-            rule.step(canvas, passes[canvas.step], sampling, params, noise)
+            rule.step(Look(canvas, passes[canvas.step], sampling, params, noise))
         assert (mine, canvas.tokens.tolist()) == (read, best)
         ends.add(len(read))
     assert len(ends) > 1, "canvases settle after different numbers of passes"
@@ -94,7 +94,7 @@ def stepped(sampling: SamplingParams, given: list[int] | None = None) -> Canvas:
     rule, noise = Renoise(VOCAB), PositionNoise(sampling.seed or 0)
     canvas = rule.open(4, given or [], PARAMS, noise)
     for logits in made_up_passes(3)[:1]:
-        rule.step(canvas, logits, sampling, PARAMS, noise)
+        rule.step(Look(canvas, logits, sampling, PARAMS, noise))
     return canvas
 
 
@@ -121,7 +121,7 @@ def test_a_draft_is_what_its_verifier_would_draw(temperature: float) -> None:
     canvas = Renoise(VOCAB).open(4, [7], PARAMS, noise)
     for logits in made_up_passes(3):
         last = logits.clone()
-        Renoise(VOCAB).step(canvas, logits, sampling, replace(PARAMS, max_steps=2), noise)
+        Renoise(VOCAB).step(Look(canvas, logits, sampling, replace(PARAMS, max_steps=2), noise))
         if canvas.done:
             break
     wanted = noise.choose(token_probs(last, sampling), 4, 2) if temperature else last.argmax(-1)
@@ -133,7 +133,7 @@ def test_confidence_is_one_for_a_certain_slot_and_one_in_so_many_for_a_flat_one(
     canvas = Renoise(VOCAB).open(0, [], PARAMS, PositionNoise(0))
     logits = torch.zeros(len(canvas), VOCAB)
     logits[0, 3] = 1e4
-    Renoise(VOCAB).step(canvas, logits, SamplingParams(), PARAMS, PositionNoise(0))
+    Renoise(VOCAB).step(Look(canvas, logits, SamplingParams(), PARAMS, PositionNoise(0)))
     expected = torch.tensor([1.0] + [1 / VOCAB] * (len(canvas) - 1))
     torch.testing.assert_close(canvas.confidence, expected)
 
@@ -164,7 +164,9 @@ def test_canvases_that_are_decided_together_are_those_that_are_decided_alone() -
             [Look(pairs[i][1], logits[i], each[i], params[i], pairs[i][2]) for i in range(6) if not pairs[i][1].done]
         )
         alone_decided = [
-            rule.step(pairs[i][0], logits[i], each[i], params[i], pairs[i][2]) for i in range(6) if not pairs[i][0].done
+            rule.step(Look(pairs[i][0], logits[i], each[i], params[i], pairs[i][2]))
+            for i in range(6)
+            if not pairs[i][0].done
         ]
         assert [found.tolist() for found in decided] == [found.tolist() for found in alone_decided]
         for alone, beside, _ in pairs:

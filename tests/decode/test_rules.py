@@ -20,9 +20,9 @@ from volley.decode.rules import (
     make_rules,
     only_token,
 )
-from volley.decode.sampling import logprobs_of, token_probs
+from volley.decode.sampling import scores_of, token_probs
 from volley.errors import ConfigError
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 V = 9
 TOKENS = st.lists(st.integers(0, V - 1), max_size=6)
@@ -143,8 +143,8 @@ def test_choices_have_seeds_of_their_own() -> None:
 def test_top_logprobs_are_the_likeliest_in_order() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
     law = logits.log_softmax(-1)
-    assert [[token for token, _ in row] for row in logprobs_of(logits, [0, 0], 2)[1]] == [[1, 2], [0, 2]]
-    assert logprobs_of(logits, [0, 0], 9)[1][1][2] == (1, pytest.approx(float(law[1, 1])))
+    assert [[token for token, _ in row] for _, _, row in scores_of(logits, [0, 0], 2)] == [[1, 2], [0, 2]]
+    assert scores_of(logits, [0, 0], 9)[1].likeliest[2] == (1, pytest.approx(float(law[1, 1])))
 
 
 class Given(Constraint):

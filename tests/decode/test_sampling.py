@@ -14,14 +14,14 @@ from volley.decode.sampling import (
     Purpose,
     draw,
     exponentials,
-    logprobs_of,
     moved_uniforms,
     nucleus,
     race,
+    scores_of,
     token_probs,
 )
 from volley.errors import ConfigError
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 
 def slow_law(logits: Sequence[float], params: SamplingParams) -> tuple[list[float], float]:
@@ -136,7 +136,7 @@ def test_bf16_logits_make_fp32_laws() -> None:
 def test_chosen_logprobs() -> None:
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     expected = [math.log(float(logits[i].exp()[t] / logits[i].exp().sum())) for i, t in enumerate((6, 0, 3))]
-    assert logprobs_of(logits, [6, 0, 3], 0)[0] == pytest.approx(expected, rel=1e-5)
+    assert [score.logprob for score in scores_of(logits, [6, 0, 3], 0)] == pytest.approx(expected, rel=1e-5)
 
 
 # -- noise -------------------------------------------------------------------------------------------------------------

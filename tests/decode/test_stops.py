@@ -62,7 +62,7 @@ def spelled(pieces: Sequence[int | str]) -> str:
 
 @given(st.lists(STOPS, min_size=1, max_size=2), st.lists(PIECES, max_size=12))
 def test_the_slow_way_finds_the_same(stops: list[list[int | str]], tokens: list[int | str]) -> None:
-    """It looks through the whole text after each token: the spelled one for strings that spell a token, else the shown one."""
+    """Search the whole text after each token: the spelled one for strings that spell a token, else the shown one."""
     strings = [spelled(stop) for stop in stops]
     spelling = [
         string for string, stop in zip(strings, stops, strict=True) if any(isinstance(own, int) for own in stop)

@@ -14,7 +14,9 @@ from tests.made_up import lattice_of
 from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.decode.tree import coupled_logits, expand, expand_freely
 from volley.decode.verify import verify_choices, verify_tree
-from volley.types import Lattice, Proposal, SamplingParams, Verdict
+from volley.decode.work import Proposal, Verdict
+from volley.models.drafters.heads import Lattice
+from volley.params import SamplingParams
 
 
 def random_lattice(positions: int, width: int, seed: int, *, sequential: bool, flatness: float = 1.0) -> Lattice:
@@ -129,6 +131,15 @@ def test_impossible_tokens_are_never_proposed() -> None:
     scores[1, 2] = 0.0
     tree = expand(lattice_of(scores), 20)
     assert (tree.token_ids, tree.parents) == ([4, 2, 5, 2], (0, 1, 0, 3))
+
+
+def test_infinite_scores_raise_no_warning() -> None:
+    """A rule may make a token certain, or leave none."""
+    scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+    scores[0, 4], scores[1, [2, 5]], scores[2] = torch.inf, torch.inf, -torch.inf
+    tree = expand(lattice_of(scores), 20)
+    assert (tree.token_ids[0], {*tree.token_ids[1:]}, tree.parents) == (4, {2, 5}, (0, 1, 1))
+    assert tree.confidence == pytest.approx([1.0, 0.5, 0.5])
 
 
 def test_sampled_scores_put_the_race_of_the_target_first() -> None:

@@ -18,7 +18,7 @@ from tests.chi_square import chi_square_p, joint_counts
 from volley.decode import verify
 from volley.decode.sampling import race
 from volley.decode.verify import verify_choices
-from volley.types import Verdict
+from volley.decode.work import Verdict
 
 V, K = 5, 3
 LENGTH = K + 1
@@ -459,7 +459,7 @@ def test_drafts_from_another_temperature_than_scored_are_seen() -> None:
 
 @pytest.mark.slow
 def test_coupled_multi_step_drafts_with_fresh_noise_after_a_rejection_are_seen() -> None:
-    """Where the draft stops then tells something about noise that is thrown away."""
+    """The place where the draft stops then depends on noise that is thrown away."""
     noise = exponentials(BIASED_DRAWS, LENGTH, V, seed=24)
     assert p_value(match(sample_two_step(noise), noise), 25) < 1e-9
 
@@ -480,7 +480,7 @@ def test_matching_with_choices_from_the_residual_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reused", ["nothing", "draft noise", "verification noise"])
 def test_noise_of_a_position_used_again_in_the_next_cycle_is_seen(reused: str) -> None:
-    """What was behind the kept tokens had a say in how many were kept: its noise must not serve once more.
+    """The tokens behind the kept ones influenced how many were kept: their noise must not serve once more.
 
     Sequences of three coins, drafted two at a time from a biased coin.
     """

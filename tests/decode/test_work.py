@@ -2,8 +2,7 @@
 
 import pytest
 
-from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Work
-from volley.types import Verdict
+from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Verdict, Work
 
 
 @pytest.mark.parametrize(("size", "left"), [(-3, 0), (0, 0), (2, 2), (5, 5), (9, 5)])

@@ -208,11 +208,11 @@ class WithoutDraftContext(TargetPages):
 @pytest.mark.slow
 def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
     engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32, draft_window=0)
-    pages = engine.sequences.pages
+    pages = engine.core.sequences.pages
     holes = WithoutDraftContext(pages.pool, pages.store, prefix_caching=True)
-    assert engine.draft_model is not None
-    holes.draft_store = engine.draft_model.store  # type: ignore[attr-defined]
-    engine.sequences.pages, engine.sequences.states = holes, (holes, *engine.sequences.states[1:])
+    assert engine.core.draft_model is not None
+    holes.draft_store = engine.core.draft_model.store  # type: ignore[attr-defined]
+    engine.core.sequences.pages, engine.core.sequences.states = holes, (holes, *engine.core.sequences.states[1:])
     found = Doctor(TARGET, drafter, [rows]).examine(engine)
     assert [finding.name for finding in found.findings] == ["prefix-cache holes"]
 

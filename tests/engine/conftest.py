@@ -18,4 +18,4 @@ def _modelled_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("volley.engine.engine.Scheduler", partial(Scheduler, clock=lambda: 0.0))
+    monkeypatch.setattr("volley.engine.core.Scheduler", partial(Scheduler, clock=lambda: 0.0))

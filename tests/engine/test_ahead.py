@@ -39,7 +39,7 @@ from volley.models.targets.target import Target
 from volley.policies.base import Cycle
 from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
-from volley.proposers import block
+from volley.proposers import choose
 
 PROMPTS = random_prompts(5, longest=22, seed=4)
 PROMPTS += [PROMPTS[0] + [7], PROMPTS[1] + PROMPTS[2][:3]]
@@ -83,37 +83,37 @@ def drafter_with(head: str | None) -> Drafter:
 def engine(
     *, drafts: bool = False, is_ahead: bool = True, head: str | None = None, unknown: int | None = None, **options: Any
 ) -> Engine:
-    """Of every ``unknown``-th position the drafter knows nothing, so that its context and its head show in its drafts."""
+    """The drafter knows nothing of every ``unknown``-th position, so that its context and its head show in its drafts."""
     plain = {} if drafts else {"policy": "plain"}
     given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **plain, **options}
     own = Engine(pair().target, drafter_with(head) if drafts else None, **given)
-    own.ahead.is_used = is_ahead
+    own.core.ahead.is_used = is_ahead
     if drafts:
         place(own, texts())
     if unknown is not None:
-        cast(Placed, own.proposer).known[::unknown] = 0
+        cast(Placed, own.core.proposer).known[::unknown] = 0
     return own
 
 
 @functools.cache
 def texts() -> list[list[int]]:
-    """What drafters know something of."""
+    """Return texts that drafters partly know."""
     greedy = replace(LONG, max_tokens=40, ignore_eos=True)
     results = engine(is_ahead=False).generate(PROMPTS[:4], greedy)
     return [prompt + result.token_ids for prompt, result in zip(PROMPTS, results, strict=False)]
 
 
 def served(own: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step whether its pass had been launched before."""
+    """Record for each step whether its pass had been launched before."""
     found = list[bool]()
-    serve = own.ahead.serve
-    monkeypatch.setattr(own.ahead, "serve", lambda step: found.append(serve(step)) or found[-1])
+    serve = own.core.ahead.serve
+    monkeypatch.setattr(own.core.ahead, "serve", lambda step: found.append(serve(step)) or found[-1])
     return found
 
 
 @functools.cache
 def stop_string() -> str:
-    """What stands within the first prompt's answer."""
+    """Return a string within the first prompt's answer."""
     (result,) = engine(is_ahead=False).generate(PROMPTS[0], replace(LONG, max_tokens=40, ignore_eos=True))
     return result.text[3:5]
 
@@ -192,8 +192,10 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
     def step() -> None:
         for request in own.step():
             assert not request.table.pages
-        for request in own.scheduler.running:
-            assert len(request.table.pages) == own.pool.pages_for(request.computed), "none is held for a pass ahead"
+        for request in own.core.scheduler.running:
+            assert len(request.table.pages) == own.core.pool.pages_for(request.computed), (
+                "none is held for a pass ahead"
+            )
         own.check_integrity()
 
     for action, value in actions:
@@ -204,14 +206,14 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
                 step()
         elif action == "abort" and requests:
             own.abort(requests[value % len(requests)][0])
-        elif action == "preempt" and own.scheduler.running:
-            own.scheduler.preempt(own.scheduler.running[value % len(own.scheduler.running)])
+        elif action == "preempt" and own.core.scheduler.running:
+            own.core.scheduler.preempt(own.core.scheduler.running[value % len(own.core.scheduler.running)])
         elif action == "policy" and drafts:
             own.policy = value
         elif action == "forget":
             own.reset_prefix_cache()
-        elif action == "time" and own.runner.passes is not None:  # another pass in the same memory
-            made_up = own.runner.passes.made_up([1, 1], 6, causal=True)
+        elif action == "time" and own.core.runner.passes is not None:  # another pass in the same memory
+            made_up = own.core.runner.passes.made_up([1, 1], 6, causal=True)
             assert made_up is not None
             made_up()
         own.check_integrity()
@@ -220,7 +222,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
             break
         step()
     assert not own.has_work
-    assert own.pool.num_used == 0
+    assert own.core.pool.num_used == 0
     for request, prompt, number in requests:
         expected, reason, text = alone(prompt, number)
         result = request.result()
@@ -363,9 +365,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small pages": {"draft_window": 5, "page_size": 1, "num_pages": 300},
     "a residual head": {"head": "residual"},
     "a Markov head and a window": {"head": "markov", "draft_window": 7},
-    "a head with a gate": {"head": "gated"},
     "a selector": {"head": "selector"},
-    "a head with a state": {"head": "rnn"},
     "Domino": {"head": "domino"},
     "a confidence head": {"head": "dspark rated"},
 }
@@ -410,7 +410,7 @@ def test_a_ring_of_one_block_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> N
     own: dict[str, Any] = {"params": params, "draft_window": 12, "page_size": 1, "num_pages": 300, "unknown": 2}
     expected = whole(chains(4, is_ahead=False, **own)[1])
     assert whole(chains(4, is_ahead=True, **own)[1]) == expected
-    monkeypatch.setattr("volley.engine.engine.blocks_in_ring", lambda _: 1)
+    monkeypatch.setattr("volley.engine.states.blocks_in_ring", lambda _: 1)
     found = chains(4, is_ahead=True, **own)[2]
     assert sum(found) < len(found) / 4, "only short drafts near an end fit"
 
@@ -424,7 +424,7 @@ def test_a_ring_of_one_block_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_pairs_on_the_device")
-@pytest.mark.parametrize("head", ["residual", "dspark rated", "rnn"])
+@pytest.mark.parametrize("head", ["residual", "dspark rated"])
 def test_confidences_of_launched_drafts_are_those_of_others(head: str) -> None:
     confidences = []
     for is_ahead in (True, False):
@@ -499,13 +499,13 @@ def test_goodput_is_served_once_it_has_asked_for_one_size_for_long(
 def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a seed, where the first tokens of longer drafts are verified near an end. Planted: greedy drafts, scored softly."""
     if is_biased:
-        monkeypatch.setattr(block, "propose_sampled", soft_scored)
+        monkeypatch.setattr(choose, "propose_sampled", soft_scored)
     params, tokens = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True), list[list[int]]()
     small = {"num_hidden_layers": 1, "vocab_size": V}
     drafter = {"block_size": 4, "mask_token_id": 5, "num_target_layers": 1, "target_layer_ids": (0,)}
     pair = make_pair(2, {**small, **drafter}, **small, initializer_range=0.2)
     own = Engine(pair.target, pair.drafter, policy="fixed", num_pages=200, page_size=8)
-    own.ahead.is_used = block_proposer(own).drafts_late = True
+    own.core.ahead.is_used = block_proposer(own).drafts_late = True
     found = served(own, monkeypatch)
     while len(tokens) < 448:
         tokens += [result.token_ids for result in own.generate([PROMPT] * 64, params)]
@@ -520,12 +520,12 @@ def test_noise_of_other_positions_is_seen(rule: str, monkeypatch: pytest.MonkeyP
     own = {"params": COLD, "verification": rule}
     expected = chains(1, is_ahead=True, **own)[1]
     name = "propose_coupled" if rule == "match" else "moved_uniforms"
-    right = getattr(block, name)
+    right = getattr(choose, name)
 
     def unmoved(*given: Any) -> Any:
         return right(*given[:3], None if given[3] is None else given[3] * 0)
 
-    monkeypatch.setattr(block, name, unmoved)
+    monkeypatch.setattr(choose, name, unmoved)
     assert chains(1, is_ahead=True, **own)[1] != expected
 
 
@@ -557,13 +557,13 @@ def draft_context(*, is_ahead: bool, forgets: bool = False) -> list[torch.Tensor
     """The drafter's K/V of all tokens known after a few cycles of several requests."""
     own = engine(drafts=True, is_ahead=is_ahead, policy="fixed")
     requests = [own.add_request(prompt, replace(LONG, max_tokens=40, ignore_eos=True)) for prompt in PROMPTS[:3]]
-    model = own.draft_model
+    model = own.core.draft_model
     assert model is not None
     for step in range(6):
         own.step()
         if forgets and step == 2:
             model.keep = lambda *_: None  # type: ignore[method-assign]
-    own.sequences.settle()
+    own.core.sequences.settle()
     return [part for own in requests for part in model.store.extract(0, own.draft_table, 0, own.computed)]
 
 
@@ -593,7 +593,7 @@ def alone_long() -> list[int]:
 
 @pytest.mark.slow
 def test_no_page_is_taken_from_anyone_for_a_pass_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pages run out, passes follow each other as without it, and the same requests give theirs back."""
+    """If pages run out, passes follow each other as without launches ahead, and the same requests release theirs."""
     preempted = []
     for is_ahead in (True, False):
         own = engine(is_ahead=is_ahead, num_pages=16)
@@ -606,19 +606,19 @@ def test_no_page_is_taken_from_anyone_for_a_pass_ahead(monkeypatch: pytest.Monke
 
 
 def test_a_request_that_moved_to_other_pages_is_computed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was launched wrote to the pages it had before."""
+    """The launched pass wrote to the request's former pages."""
     own = engine(page_size=1)
     found = served(own, monkeypatch)
     request = own.add_request(PROMPTS[0], LONG)
     for _ in range(4):
         own.step()
-    own.scheduler.preempt(request)
-    taken = own.pool.take(1)  # the one that is free again first
+    own.core.scheduler.preempt(request)
+    taken = own.core.pool.take(1)  # the one that is free again first
     own.step()
     assert request.computed == request.length - 1
     assert request.stats.preemptions == 1
     for page in taken:
-        own.pool.writable(page)
+        own.core.pool.writable(page)
     assert found == [False, False, True, True, False]
     while own.has_work:
         own.step()
@@ -626,7 +626,7 @@ def test_a_request_that_moved_to_other_pages_is_computed_there(monkeypatch: pyte
 
 
 def test_on_a_cpu_nothing_is_launched_ahead() -> None:
-    assert not Engine(pair().target).ahead.is_used
+    assert not Engine(pair().target).core.ahead.is_used
 
 
 def test_without_fixed_memory_passes_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,8 +639,8 @@ def test_without_fixed_memory_passes_follow_each_other(monkeypatch: pytest.Monke
 def test_the_pass_ahead_reads_the_tokens_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the zeros that stand for them: planted, and seen in the answer."""
     own = engine()
-    replay = own.runner.replay
-    monkeypatch.setattr(own.runner, "replay", lambda *given, **options: replay(*given[:3], {}, **options))
+    replay = own.core.runner.replay
+    monkeypatch.setattr(own.core.runner, "replay", lambda *given, **options: replay(*given[:3], {}, **options))
     (result,) = own.generate(PROMPTS[0], LONG)
     assert result.token_ids != alone(0, 0)[0]
 
@@ -650,6 +650,6 @@ def test_tokens_of_a_pair_without_a_tokenizer_too() -> None:
     results = []
     for is_ahead in (True, False):
         own = Engine(small.target, num_pages=64)
-        own.ahead.is_used = is_ahead
+        own.core.ahead.is_used = is_ahead
         results.append([result.token_ids for result in own.generate(random_prompts(4, seed=2), SEEDED)])
     assert results[0] == results[1]

@@ -1,4 +1,4 @@
-"""What the engine promises of canvases, for masked models and for DiffusionGemma: whoever else is there, and whatever happens."""
+"""The engine's promises about canvases, for masked models and for DiffusionGemma, whatever happens beside them."""
 
 import random
 from collections import Counter
@@ -14,16 +14,16 @@ from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import BOTH_WAYS, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.decode.canvas import Canvas, Reveal
+from volley.decode.canvas import Look, Reveal
 from volley.decode.work import Kind
 from volley.engine.recovery import recover
 from volley.models.targets.diffusion_gemma import DiffusionGemma
-from volley.models.targets.families import SDAR
+from volley.models.targets.families import FAST_DLLM, SDAR
 from volley.models.targets.target import Target
 from volley.procedures import denoising
 from volley.procedures.request import Request
 
-FAMILIES = ["sdar", "in place", "gemma"]
+FAMILIES = ["sdar", "shifted", "in place", "gemma"]
 CANVAS = 8
 PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
 
@@ -56,8 +56,10 @@ def target(request: pytest.FixtureRequest) -> Any:
         assert own.diffusion is not None
         own.diffusion = replace(own.diffusion, defaults=replace(own.diffusion.defaults, canvas_length=CANVAS))
         return own
-    made = masked_model(SDAR if request.param == "in place" else BOTH_WAYS)
-    return FusedTarget(made.hf, None, made.target.diffusion)
+    made = masked_model({"sdar": BOTH_WAYS, "shifted": FAST_DLLM, "in place": SDAR}[request.param])
+    family = made.target.diffusion
+    assert family is not None
+    return FusedTarget(made.hf, None, replace(family, defaults=replace(family.defaults, canvas_length=CANVAS)))
 
 
 def params(index: int = 0, mode: Any = "diffusion", **changes: Any) -> SamplingParams:
@@ -89,8 +91,7 @@ def test_an_answer_is_the_same_in_a_batch_of_32(target: Target) -> None:
         assert answers[index] == alone(target, index, mixed(index))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [8, 11])
+@pytest.mark.parametrize("chunk", [8, pytest.param(11, marks=pytest.mark.slow)])
 def test_an_answer_is_the_same_under_any_chunk_size(target: Target, chunk: int) -> None:
     engine = engine_of(target, max_batch_tokens=chunk)
     requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]
@@ -107,7 +108,7 @@ def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: s
         engine.step()
         if request.finish_reason is not None:
             break
-        engine.scheduler.preempt(request)
+        engine.core.scheduler.preempt(request)
     assert sum(request.stats.preemptions for request in requests) > 5
     assert finish(engine, requests) == [alone(target, 2, params(mode=mode))] * 40
 
@@ -130,14 +131,14 @@ def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
 @pytest.mark.parametrize("passes", [2, 5])
 @pytest.mark.parametrize("fuse", [1, 3])
 def test_a_pass_that_raised_behind_preemptions_changes_nothing(target: Any, passes: int, fuse: int) -> None:
-    """Whether it was to read texts again or to go on with their canvases, of which some had been denoised in part."""
+    """The pass was to read texts again, or to go on with their canvases, of which some had been denoised in part."""
     engine = engine_of(target)
     requests = [engine.add_request(PROMPTS[index % 4], mixed(index)) for index in range(6)]
     for _ in range(passes):
         engine.step()
     assert any(request.canvas is not None for request in requests)
     for request in requests:
-        engine.scheduler.preempt(request)
+        engine.core.scheduler.preempt(request)
     target.fuse = fuse
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
@@ -150,9 +151,9 @@ def test_a_prefix_hit_saves_the_passes_over_the_prompt_and_changes_nothing(targe
     prompt, own = [*range(5, 45)], params(max_tokens=8)
     engine, answers, steps = engine_of(target, max_batch_tokens=CANVAS), [], []
     for _ in range(2):
-        request, before = engine.add_request(prompt, own), engine.scheduler.step
+        request, before = engine.add_request(prompt, own), engine.core.scheduler.step
         answers += finish(engine, [request])
-        steps.append(engine.scheduler.step - before)
+        steps.append(engine.core.scheduler.step - before)
     assert answers[0] == answers[1]
     assert request.stats.cached_tokens >= 32
     assert steps[0] - steps[1] >= 4, "a pass for every page that was found"
@@ -169,7 +170,16 @@ def test_pages_are_shared_among_modes_only_where_all_are_made_causally(target: T
     assert (second >= 32) == target.diffusion.has_causal_context
 
 
-def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(target: Target) -> None:
+def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, forward = list[int](), target.forward
+
+    def measured(batch: Any, *rest: Any) -> Tensor:
+        sizes.append(len(batch))
+        return forward(batch, *rest)
+
+    monkeypatch.setattr(target, "forward", measured)
     engine = engine_of(target, max_batch_tokens=32, num_pages=400)
     requests = [engine.add_request(PROMPTS[index % 4], params(index)) for index in range(16)]
     for _ in range(20):
@@ -185,6 +195,9 @@ def test_a_prompt_beside_sixteen_canvases_is_read_within_eight_passes(target: Ta
         "all move on"
     )
     finish(engine, [*requests, late])
+    assert max(sizes) <= 32 + 4 + 2 * CANVAS + 1, (
+        "the rest, an eighth for prompts, and a canvas behind the last of them"
+    )
 
 
 @pytest.mark.slow
@@ -232,8 +245,8 @@ def test_nothing_leaks_in_a_long_run(target: Target, turns: int, pages: int, mos
         if alive and chance.random() < 0.1:
             engine.abort(chance.choice(alive)[1])
             happened["abort"] += 1
-        if engine.scheduler.running and chance.random() < 0.1:
-            engine.scheduler.preempt(chance.choice(engine.scheduler.running))
+        if engine.core.scheduler.running and chance.random() < 0.1:
+            engine.core.scheduler.preempt(chance.choice(engine.core.scheduler.running))
             happened["preemption"] += 1
         engine.step()
         engine.check_integrity()
@@ -278,8 +291,8 @@ class FusedDenoiser(Reveal):
 
     fuse = -1
 
-    def step(self, canvas: Canvas, *rest: Any) -> Tensor:
-        found = super().step(canvas, *rest)
+    def step(self, look: Look) -> Tensor:
+        found = super().step(look)
         FusedDenoiser.fuse -= 1
         if FusedDenoiser.fuse == 0:
             raise RuntimeError("planted")
@@ -300,7 +313,7 @@ def test_a_canvas_that_has_moved_when_a_pass_raises_begins_again(
             engine.step()
         assert any(request.canvas is not None and request.canvas.step for request in requests)
         for request in requests:
-            engine.scheduler.preempt(request)
+            engine.core.scheduler.preempt(request)
     FusedDenoiser.fuse = fuse
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
@@ -327,7 +340,7 @@ def test_feedback_that_cannot_be_made_changes_nothing(preempted: bool, monkeypat
         while len(calls) < 2:
             engine.step()
         for request in requests:
-            engine.scheduler.preempt(request)
+            engine.core.scheduler.preempt(request)
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
     assert recover(engine, RuntimeError("planted")) == []
@@ -361,7 +374,7 @@ def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch
     answers, rows = [], []
     for size in (24, 512):
         engine = engine_of(target, max_batch_tokens=size, num_pages=100)
-        schedule, largest = engine.scheduler.schedule, [0]
+        schedule, largest = engine.core.scheduler.schedule, [0]
 
         def measured(*given: Any, largest: list[int] = largest, schedule: Any = schedule) -> Any:
             step = schedule(*given)
@@ -371,7 +384,7 @@ def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch
             largest[0] = max(largest[0], riders)
             return step
 
-        engine.scheduler.schedule = measured  # type: ignore[method-assign]
+        engine.core.scheduler.schedule = measured  # type: ignore[method-assign]
         requests = [engine.add_request(PROMPTS[index % 4], each[index]) for index in range(6)]
         answers.append(finish(engine, requests))
         rows.append(largest[0])
@@ -385,7 +398,7 @@ def test_reading_again_is_no_commit(target: Target) -> None:
     while request.num_output < CANVAS:
         engine.step()
     assert request.stats.commit_passes == 0
-    engine.scheduler.preempt(request)
+    engine.core.scheduler.preempt(request)
     engine.reset_prefix_cache()
     finish(engine, [request])
     assert request.stats.preemptions == 1

@@ -158,7 +158,7 @@ def test_settings_may_change_between_steps(name: str) -> None:
     engine = taught({**row, "pool": "pages of 4", "max_batch_tokens": 13})
     requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     step = 0
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         nodes = (None, 2, 9, 30)[step % 4]
         steps = 1 if nodes else 1 + step % 3
         changes = {"block_size": 1 + step % 6, "tree_nodes": nodes, "denoising_steps": steps}

@@ -1,6 +1,5 @@
 """Diffusion requests among others in one engine: answers, pages and prefixes do not depend on who else is there."""
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,19 +15,17 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from tests import tiny
 from tests.conftest import byte_tokenizer
-from tests.engine.test_canvases import FusedTarget
 from tests.procedures.test_denoising import BOTH_WAYS, MASK, Masked, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
-from volley.engine.recovery import recover
 from volley.errors import CapacityError, CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.models.drafters.backlog import Backlog
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.families import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
-from volley.types import CanvasDraft
+from volley.results import CanvasDraft
 
 CANVAS = DiffusionParams(canvas_length=8, threshold=0.3)
 PROMPTS = [[*range(20, 20 + size)] for size in (3, 8, 13, 21)]
@@ -58,14 +55,6 @@ def mixed(index: int, canvas: DiffusionParams = CANVAS) -> SamplingParams:
     if mode == "self":
         own = replace(own, canvas_length=4, max_steps=None)  # the number of passes is measured
     return params(index, diffusion=own)
-
-
-@pytest.mark.parametrize("max_batch_tokens", [8, 512])
-def test_three_modes_in_one_batch_answer_as_each_does_alone(model: Masked, max_batch_tokens: int) -> None:
-    engine = Engine(model.target, max_batch_tokens=max_batch_tokens, **BLOCKS)
-    prompts = PROMPTS[:3] * 2
-    requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(prompts)]
-    assert finish(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(prompts)]
 
 
 @pytest.mark.slow
@@ -107,25 +96,6 @@ def test_a_drafter_keeps_up_with_canvases_whose_pages_it_may_meet_again(
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("passes", [2, 7])
-def test_a_preemption_after_any_pass_changes_nothing(model: Masked, passes: int) -> None:
-    engine = Engine(model.target, **BLOCKS)
-    request = engine.add_request(PROMPTS[2], params())
-    for _ in range(passes):
-        engine.step()
-    if request.finish_reason is None:
-        engine.scheduler.preempt(request)
-    assert finish(engine, [request]) == [alone(model.target, PROMPTS[2], params())]
-
-
-def test_a_pool_that_holds_one_canvas_at_a_time_serves_all(model: Masked) -> None:
-    engine = Engine(model.target, num_pages=6, **BLOCKS)
-    requests = [engine.add_request(prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
-    answers = finish(engine, requests)
-    assert answers == [alone(model.target, prompt, params(index)) for index, prompt in enumerate(PROMPTS)]
-    assert sum(request.stats.preemptions for request in requests) > 0
-
-
 def test_the_last_canvas_needs_room_though_it_is_cut(model: Masked) -> None:
     engine = Engine(model.target, num_pages=3, **BLOCKS)
     assert len(next(engine.generate([PROMPTS[1]], params(max_tokens=9))).token_ids) == 9
@@ -156,48 +126,6 @@ def test_a_canvas_that_does_not_fit_in_a_pass_is_refused() -> None:
             engine.add_request([1], params(diffusion=DiffusionParams(mode=mode, canvas_length=9)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"a canvas of 4 tokens does not fit.*raise it"):
         Engine(target, max_batch_tokens=3)
-
-
-def test_a_step_that_raised_costs_nobody_a_token(model: Masked) -> None:
-    target = FusedTarget(model.hf.__class__(model.hf.config).eval(), None, model.target.diffusion)
-    target.model.load_state_dict(model.hf.state_dict())
-    engine = Engine(target, **BLOCKS)
-    requests = [engine.add_request(prompt, mixed(index)) for index, prompt in enumerate(PROMPTS)]
-    for _ in range(2):
-        engine.step()
-    target.fuse = 1
-    with pytest.raises(RuntimeError, match="planted"):
-        engine.step()
-    assert recover(engine, RuntimeError("planted")) == []
-    assert finish(engine, requests) == [alone(model.target, p, mixed(i)) for i, p in enumerate(PROMPTS)]
-
-
-class Measured(Target):
-    """Notes how many tokens each pass has."""
-
-    def forward(self, batch: Any, *rest: Any) -> Tensor:
-        self.sizes = [*getattr(self, "sizes", []), len(batch)]
-        return super().forward(batch, *rest)
-
-
-@pytest.mark.slow
-def test_canvases_take_turns_and_a_prompt_among_them_is_read_at_once(model: Masked) -> None:
-    target = Measured(copy.deepcopy(model.hf), None, model.target.diffusion)
-    engine = Engine(target, max_batch_tokens=32, **BLOCKS)
-    static = replace(CANVAS, strategy="low_confidence_static", max_steps=4)
-    own = [params(index, diffusion=static) for index in range(16)]
-    requests = [engine.add_request(PROMPTS[index % 4], each) for index, each in enumerate(own)]
-    for _ in range(30):
-        engine.step()
-    late = engine.add_request(PROMPTS[3], mixed(1))
-    for _ in range(8):
-        engine.step()
-    assert late.num_output > 0
-    answers = finish(engine, [*requests, late])
-    assert answers[:-1] == [alone(model.target, PROMPTS[i % 4], each) for i, each in enumerate(own)]
-    assert max(target.sizes) <= 32 + 4 + 2 * 8 + 1, (
-        "what is left, an eighth for prompts, and a canvas behind the last of them"
-    )
 
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------

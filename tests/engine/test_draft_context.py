@@ -31,7 +31,7 @@ class Seldom(Policy):
 
 
 def context(engine: Engine) -> DraftContext:
-    (found,) = (state for state in engine.sequences.states if isinstance(state, DraftContext))
+    (found,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
     return found
 
 
@@ -46,7 +46,7 @@ def drafts(pair: Pair, options: dict[str, Any], most_waiting: int | None) -> lis
         while engine.has_work:
             engine.step()
             if most_waiting is None:
-                engine.sequences.settle()
+                engine.core.sequences.settle()
         for request, prompt in zip(requests, PROMPTS, strict=True):
             assert request.token_ids[len(prompt) :] == greedy(pair.hf, prompt, COUNT)
     return seen

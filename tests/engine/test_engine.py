@@ -1,4 +1,4 @@
-"""What an engine is made of and says of itself, and settings that change whole or not at all."""
+"""The parts of an engine and their description, and settings that change whole or not at all."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ PROMPTS = random_prompts(4, longest=20, seed=9)
 
 def standing(engine: Engine) -> tuple[Any, ...]:
     """Everything that settings decide."""
-    proposer = engine.proposer
+    proposer = engine.core.proposer
     return (
         engine.config,
         engine.procedure.config,
@@ -54,12 +54,12 @@ def test_settings_come_whole_or_by_name(pair: Pair) -> None:
     assert (whole.config, whole.capacity) == (named.config, named.capacity)
     for engine in (whole, named):
         assert engine.block_size == 3
-        assert (engine.pool.num_pages, engine.pool.page_size) == (30, 4)
+        assert (engine.core.pool.num_pages, engine.core.pool.page_size) == (30, 4)
 
 
 def test_one_config_may_be_whole_and_the_other_by_name(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, config=DecodingConfig(block_size=2), num_pages=11)
-    assert (engine.block_size, engine.pool.num_pages) == (2, 11)
+    assert (engine.block_size, engine.core.pool.num_pages) == (2, 11)
 
 
 def test_an_unknown_option_is_named(pair: Pair) -> None:

@@ -22,14 +22,14 @@ from volley.models.targets.target import Target
 def test_exact_is_kept_where_it_is_promised() -> None:
     pair = loaded("bf16")
     engine = Engine(pair.target, pair.drafter, exact=True)
-    assert engine.inexact is None
+    assert engine.core.inexact is None
     assert tokens(list(engine.generate(CHATS, GREEDY))) == plain("bf16", GREEDY)
 
 
 @needs_kernels
 def test_exact_is_refused_with_quantised_keys_and_values() -> None:
     target = loaded("bf16").target
-    assert "int8 K/V" in str(Engine(target, kv_dtype="int8").inexact)
+    assert "int8 K/V" in str(Engine(target, kv_dtype="int8").core.inexact)
     with pytest.raises(ConfigError, match=r"exact=True cannot be kept: .* int8 K/V; use kv_dtype='auto'"):
         Engine(target, kv_dtype="int8", exact=True)
 

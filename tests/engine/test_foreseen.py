@@ -1,23 +1,31 @@
-"""What is said of exactness before a target is loaded is what the engine finds once it is."""
+"""Exactness that is foreseen before a target is loaded equals what the engine finds then."""
 
 import logging
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Cohere2Config, StableLmConfig, StableLmForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    GemmaConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 from typer.testing import CliRunner
 
 from tests import hybrid
 from tests.conftest import byte_tokenizer
-from tests.models.families import FUSED, OTHERS
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.models.families import COMMON, FUSED, OTHERS
+from tests.models.gguf.files import bpe_tokenizer, random_model, write_matrices, write_model
 from tests.tiles import needs_kernels
 from tests.tiny import SHAPE, VOCAB
 from volley import Engine
 from volley.cli import app
 from volley.engine.exactness import foresee_exactness
 from volley.files import REFERENCE
+from volley.models.description import Diagnosis, describe_target
 from volley.models.diagnosis import diagnose
 
 FAMILIES = {**FUSED, **OTHERS}
@@ -27,7 +35,7 @@ FAMILIES = {**FUSED, **OTHERS}
 def test_the_bundled_target_is_exact(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "volley"):
         engine = Engine.from_pretrained()
-    assert engine.inexact is None
+    assert engine.core.inexact is None
     assert "answers are exact: " in caplog.text
     assert foresee_exactness(REFERENCE / "target") == "yes, with bf16 weights"
 
@@ -72,8 +80,8 @@ def test_layers_that_would_be_refused_are_a_problem(tmp_path: Path) -> None:
 def test_in_fp32_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "volley"):
         engine = Engine.from_pretrained(dtype=torch.float32, device="cpu")
-    assert engine.inexact is not None
-    assert f"answers are not exact: {engine.inexact}" in caplog.text
+    assert engine.core.inexact is not None
+    assert f"answers are not exact: {engine.core.inexact}" in caplog.text
 
 
 @needs_kernels
@@ -84,4 +92,52 @@ def test_a_quantised_file_and_what_it_becomes(tmp_path: Path) -> None:
     assert (found.title, found.problems) == ("a target of type qwen3", [])
     assert found.facts["weights"].startswith("Q4_0 exact in int4, groups of 32 where volley's kernels run")
     assert foresee_exactness(path) == "yes, with int4 weights"
-    assert Engine.from_pretrained(path).inexact is None
+    assert Engine.from_pretrained(path).core.inexact is None
+
+
+def tried(path: Path) -> Diagnosis:
+    """Description by the config's class and by trying layers."""
+    found = diagnose(path)
+    found.facts["answers are exact to the bit"] = foresee_exactness(path)
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_a_header_alone_says_the_same_as_trying_layers(tmp_path: Path, family: str, kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, **({} if family == "qwen2" else {"head_dim": 32})}
+    path = write_model(tmp_path / "model.gguf", random_model(family, **sizes), family, kind)
+    assert describe_target(path) == tried(path)
+
+
+CONVERTED = {
+    "gemma": lambda: GemmaConfig(**COMMON, head_dim=16),
+    "gemma2": FUSED["gemma2"],
+    "gemma3": FUSED["gemma3_text"],
+    "smollm3": lambda: SmolLM3Config(**{**COMMON, "num_hidden_layers": 5}),
+    "granite": FUSED["granite"],
+    "olmo2": FUSED["olmo2"],
+    "olmo3": FUSED["olmo3"],
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", CONVERTED)
+def test_so_do_headers_of_other_families(tmp_path: Path, family: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONVERTED[family]())
+    architecture = "olmo2" if family == "olmo3" else family
+    path = write_matrices(tmp_path / "model.gguf", model, architecture, "Q8_0")
+    assert describe_target(path) == tried(path)
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 96}, {"hidden_size": 64, "head_dim": 24}])
+def test_layers_of_unusual_sizes_are_tried(tmp_path: Path, changes: dict[str, int]) -> None:
+    model = random_model("qwen3", **{"intermediate_size": 128, "head_dim": 16, **changes})
+    assert describe_target(write_model(tmp_path / "model.gguf", model, "qwen3")) is None
+
+
+def test_a_faulty_file_is_left_to_the_diagnosis(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", random_model("qwen3", head_dim=16), "qwen3")
+    path.write_bytes(path.read_bytes()[:200])
+    assert describe_target(path) is None

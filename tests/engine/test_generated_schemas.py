@@ -14,7 +14,7 @@ import torch
 from tests.costs import settle
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.grammars import Grammars
-from volley.types import GenerationResult, GenerationStats
+from volley.results import GenerationResult, GenerationStats
 
 WORDS = (
     "name",
@@ -106,7 +106,7 @@ def checker() -> jsonschema.FormatChecker:
 
 
 def problem_of(result: GenerationResult, schema: dict[str, Any], grammars: Grammars) -> str | None:
-    """What is wrong with an answer, if anything is."""
+    """Return the fault of an answer, or ``None``."""
     if result.finish_reason == "length":
         rule = grammars.rule(Grammar.json_schema(schema))
         return None if rule.num_allowed(result.token_ids) == len(result.token_ids) else "cut, and not allowed so far"

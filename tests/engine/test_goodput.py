@@ -18,7 +18,7 @@ COUNT, VOCAB = 120, 50
 PROMPTS = random_prompts(16, longest=25, seed=12)
 PARAMS = SamplingParams(max_tokens=COUNT)
 NO_SLOWER = 1.03
-"""What goodput may lose: trying now and then what was not chosen costs 1 %, being wrong about near ties the rest."""
+"""Allowed loss of goodput: 1 % for trials of other choices, the rest for errors about near ties."""
 
 
 @functools.cache
@@ -31,14 +31,14 @@ class Meter:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[tuple[int, bool]] = []
-        keep = engine.sequences.keep
+        keep = engine.core.sequences.keep
 
         def spied(step: Step) -> None:
             assert step.batch is not None
             self.passes.append((len(step.batch), any(work.ask.positions for work in step.works)))
             keep(step)
 
-        monkeypatch.setattr(engine.sequences, "keep", spied)
+        monkeypatch.setattr(engine.core.sequences, "keep", spied)
 
     def seconds(self, token: float, draft: float) -> float:
         return sum(1 + token * tokens + draft * drafted for tokens, drafted in self.passes)

@@ -23,12 +23,12 @@ from tests.tiny import Answers, Pair, eager_model, random_drafter, target_config
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.rules import Constraint, allowed_probs
 from volley.decode.sampling import token_probs
+from volley.decode.work import Proposal
 from volley.errors import ConfigError, InputError
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.targets.target import Target
 from volley.procedures import speculative
-from volley.proposers import block
-from volley.types import Proposal
+from volley.proposers import constrained
 
 END, COUNT = 2, 60
 SCHEMA: dict[str, Any] = {
@@ -91,7 +91,7 @@ def answers(engine: Engine, **params: Any) -> list[list[int]]:
     own = SamplingParams(**{"grammar": GRAMMAR, "max_tokens": COUNT, **params})
     results = list(engine.generate(PROMPTS, own))
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     for result in results:
         assert result.finish_reason == "stop"
         jsonschema.validate(json.loads(result.text), SCHEMA)
@@ -342,7 +342,7 @@ def scored_without_masks(honest: Walk) -> Walk:
 
 @pytest.mark.slow
 def test_drafts_scored_without_their_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "walk_constrained", scored_without_masks(block.walk_constrained))
+    monkeypatch.setattr(constrained, "walk_constrained", scored_without_masks(constrained.walk_constrained))
     assert likelihood(verification="speculative", seeds=4000) < 1e-6
 
 
@@ -359,6 +359,6 @@ def test_a_bonus_token_without_its_mask_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_masks_of_the_accepted_text_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "paths_of", lambda proposal: [()] * (len(proposal.token_ids) + 1))
+    monkeypatch.setattr(Proposal, "paths", property(lambda own: [()] * (len(own.token_ids) + 1)))
     with pytest.raises((InputError, KeyError)):
         likelihood(verification="speculative")

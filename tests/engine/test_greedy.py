@@ -38,8 +38,8 @@ def taught(pair: Pair, **options: Any) -> Engine:
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
     results = list(engine.generate(prompts, PARAMS))
     engine.check_integrity()
-    assert engine.pool.num_used == 0
-    assert not engine.scheduler.has_work
+    assert engine.core.pool.num_used == 0
+    assert not engine.core.scheduler.has_work
     return results
 
 
@@ -87,7 +87,7 @@ def test_a_drafter_brings_its_own_window(pair: Pair, asked: int | None, window: 
     drafter.config = replace(drafter.config, draft_window=6)
     engine = Engine(pair.target, drafter, policy="fixed", page_size=4, num_pages=160, draft_window=asked)
     assert block_proposer(engine).model.windows == [window] * drafter.config.num_hidden_layers
-    assert isinstance(engine.sequences.states[1], DraftRing) == (window is not None)
+    assert isinstance(engine.core.sequences.states[1], DraftRing) == (window is not None)
     assert tokens(run(engine)) == expected()
 
 
@@ -162,7 +162,7 @@ def test_the_text_may_fill_the_whole_context(pair: Pair) -> None:
 def test_draft_window_memory_is_constant(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, draft_window=8, max_running=2)
     request = engine.add_request(list(range(30)), SamplingParams(max_tokens=300))
-    ring = engine.sequences.states[1]
+    ring = engine.core.sequences.states[1]
     assert isinstance(ring, DraftRing)
     size = block_proposer(engine).model.store.nbytes
     used: set[int] = set()

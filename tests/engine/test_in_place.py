@@ -14,7 +14,7 @@ from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
 from volley.config import KVDtype
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import KVStore
-from volley.models.targets.families import LLADA2, SDAR
+from volley.models.targets.families import SDAR
 from volley.models.targets.target import Target
 
 LENGTH = 4
@@ -43,9 +43,9 @@ def tokens(results: Sequence[GenerationResult]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.fixture(scope="module", params=["sdar", "llada2"])
-def model(request: pytest.FixtureRequest) -> Masked:
-    return masked_model(LLADA2 if request.param == "llada2" else SDAR)
+@pytest.fixture(scope="module")
+def model() -> Masked:
+    return masked_model(SDAR)
 
 
 # -- bf16 --------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_a_preemption_after_each_pass(model: Masked, mode: DiffusionParams, kv_d
         for _ in range(passes):
             engine.step()
         assert request.finish_reason is None
-        engine.scheduler.preempt(request)
+        engine.core.scheduler.preempt(request)
         assert finish(engine, [request]) == [expected]
         assert request.stats.preemptions == 1
 

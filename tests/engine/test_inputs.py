@@ -1,4 +1,4 @@
-"""What can be asked for, and what bad input and bad options are told."""
+"""Valid requests, and the errors for bad input and bad options."""
 
 import copy
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_bad_prompts(engine: Engine, prompt: Any, message: str) -> None:
         engine.generate(prompt, PARAMS)
     with pytest.raises(InputError, match=message):
         next(engine.stream(prompt[0] if isinstance(prompt, list) and isinstance(prompt[0], list) else prompt, PARAMS))
-    assert not engine.scheduler.has_work
+    assert not engine.core.scheduler.has_work
 
 
 def test_text_needs_a_tokenizer_and_a_chat_of_turns_a_template(pair: Pair, engine: Engine) -> None:
@@ -158,5 +158,5 @@ def test_a_target_alone_decodes_plainly(tiny_pair: TinyPair, load: Callable[[Tin
 
 def test_the_default_pool_holds_a_whole_context(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter)
-    assert engine.pool.num_pages * engine.pool.page_size >= 512
-    assert engine.runner.store.nbytes + block_proposer(engine).model.store.nbytes <= 2**30
+    assert engine.core.pool.num_pages * engine.core.pool.page_size >= 512
+    assert engine.core.runner.store.nbytes + block_proposer(engine).model.store.nbytes <= 2**30

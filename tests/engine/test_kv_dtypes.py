@@ -45,7 +45,7 @@ def taught(pair: Pair, kv_dtype: KVDtype, **options: Any) -> Engine:
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
     results = list(engine.generate(prompts, PARAMS))
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     return results
 
 
@@ -112,7 +112,7 @@ class Leaky(QuantisedKVStore):
 
 
 def leak(engine: Engine) -> None:
-    engine.runner.store.__class__ = Leaky
+    engine.core.runner.store.__class__ = Leaky
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def taught(pair: Pair, *, late: bool, **options: Any) -> Engine:
     """An engine whose drafts are often right, and stay on the device as on a GPU if they are to be ``late``."""
     engine = Engine(pair.target, pair.drafter, **{"policy": "fixed", "num_pages": 160, "page_size": 4, **options})
     teach(engine, {tuple(prompt): greedy(pair.hf, prompt, PARAMS.max_tokens) for prompt in PROMPTS})
-    block_proposer(engine).drafts_late = engine.pacing.costs.drafts_late = late
+    block_proposer(engine).drafts_late = engine.core.pacing.costs.drafts_late = late
     return engine
 
 
@@ -36,8 +36,8 @@ def run(engine: Engine, params: Any = PARAMS) -> Any:
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """Its steps, once they have run."""
     seen: list[Step] = []
-    observe = engine.pacing.observe
-    monkeypatch.setattr(engine.pacing, "observe", lambda step: (seen.append(step), observe(step)))
+    observe = engine.core.pacing.observe
+    monkeypatch.setattr(engine.core.pacing, "observe", lambda step: (seen.append(step), observe(step)))
     return seen
 
 
@@ -154,7 +154,7 @@ def test_the_seconds_of_a_late_cycle_are_shared_as_was_expected() -> None:
 def test_the_target_reads_late_tokens(pair: Pair) -> None:
     """Or the zeros that stand for them: planted, and seen in what is accepted."""
     engine = taught(pair, late=True)
-    forward = engine.runner.forward
+    forward = engine.core.runner.forward
 
     def blind(step: Any) -> None:
         late = [work.proposal.late for work in step.works]
@@ -164,6 +164,6 @@ def test_the_target_reads_late_tokens(pair: Pair) -> None:
         for work, own in zip(step.works, late, strict=True):
             work.proposal.late = own
 
-    engine.runner.forward = blind  # type: ignore[method-assign]
+    engine.core.runner.forward = blind  # type: ignore[method-assign]
     wrong, right = run(engine), run(taught(make_pair(), late=True))
     assert [own[0] for own in wrong] != [own[0] for own in right]

@@ -12,14 +12,13 @@ from torch import nn
 from tests.engine.test_policies import Climbing, Copying, made, random_pilot
 from tests.tiny import VOCAB, Pair, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Work
+from volley.decode.work import Ask, Proposal, Verdict, Work
 from volley.engine.engine import Engine as AnyEngine
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 from volley.models.drafters.backlog import Backlog
 from volley.policies.base import Cycle, Policy, View
-from volley.types import Proposal, Verdict
 
 OF_ONE_STEP = (Work, Ask, Proposal, Verdict, View, Cycle, Step, RaggedBatch, Segment)
 NOT_STATE = (nn.Module, KVStore, Backlog, torch.dtype, torch.device, type, random.Random)
@@ -44,7 +43,7 @@ def fields_of(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def leftovers(thing: Any, path: str, seen: set[int], depth: int = DEPTH) -> Iterator[str]:
-    """Where in an object something of a step is held."""
+    """Return where an object holds something of a step."""
     if isinstance(thing, OF_ONE_STEP) or (isinstance(thing, torch.Tensor) and thing.dim() > 1):
         yield f"{path}: {type(thing).__name__}"
         return
@@ -62,11 +61,11 @@ def held(engine: AnyEngine, requests: list[Any]) -> list[str]:
     owners = {
         "policy": engine.policy,
         "requests": requests,
-        "runner": engine.runner,
-        "pacing": engine.pacing,
-        "scheduler": engine.scheduler,
-        "proposer": engine.proposer,
-        "sequences": engine.sequences,
+        "runner": engine.core.runner,
+        "pacing": engine.core.pacing,
+        "scheduler": engine.core.scheduler,
+        "proposer": engine.core.proposer,
+        "sequences": engine.core.sequences,
         "procedure": engine.procedure,
     }
     return [place for name, owner in owners.items() for place in leftovers(owner, name, seen)]
@@ -126,24 +125,24 @@ def test_a_policy_that_keeps_something_is_seen(pair: Pair, what: str) -> None:
 def test_logits_and_works_that_are_kept_are_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed")
     request = engine.add_request(PROMPTS[0], PARAMS[0])
-    keep = engine.sequences.keep
+    keep = engine.core.sequences.keep
 
     def spied(step: Step) -> None:
         assert step.logits is not None
         assert step.logits.shape[-1] == VOCAB
         if where == "request":
-            request.top_logprobs.append(step.works)  # type: ignore[arg-type]
+            request.scores.append(step.works)  # type: ignore[arg-type]
         elif where == "runner":
-            engine.runner.logits = step.logits  # type: ignore[attr-defined]
+            engine.core.runner.logits = step.logits  # type: ignore[attr-defined]
         else:
-            getattr(engine, where).last = [step]
+            getattr(engine.core, where).last = [step]
         keep(step)
 
-    monkeypatch.setattr(engine.sequences, "keep", spied)
+    monkeypatch.setattr(engine.core.sequences, "keep", spied)
     engine.step()
     assert [place.split(":")[0] for place in held(engine, [request])] == [
         {
-            "request": "requests[0].top_logprobs[0][0]",
+            "request": "requests[0].scores[0][0]",
             "runner": "runner.logits",
             "scheduler": "scheduler.last[0]",
             "sequences": "scheduler.sequences.last[0]",

@@ -121,9 +121,9 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             assert request.finish_reason is not None
             assert not request.table.pages
             assert not request.draft_table.pages
-        for request in engine.scheduler.running:
+        for request in engine.core.scheduler.running:
             assert request.computed < len(request.token_ids)
-            assert len(request.table.pages) == engine.pool.pages_for(request.computed)
+            assert len(request.table.pages) == engine.core.pool.pages_for(request.computed)
         finished.extend(done)
 
     for action, value in actions:
@@ -135,8 +135,8 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
                 step()
         elif action == "abort" and requests:
             engine.abort(requests[value % len(requests)][0])
-        elif action == "preempt" and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[value % len(engine.scheduler.running)])
+        elif action == "preempt" and engine.core.scheduler.running:
+            engine.core.scheduler.preempt(engine.core.scheduler.running[value % len(engine.core.scheduler.running)])
         elif action == "block_size":
             engine.block_size = value
         elif action == "policy":
@@ -147,12 +147,12 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             engine.reset_prefix_cache()
         engine.check_integrity()
     for _ in range(2000):
-        if not engine.scheduler.has_work:
+        if not engine.core.scheduler.has_work:
             break
         step()
-    assert not engine.scheduler.has_work
-    assert engine.pool.num_used == 0
-    for state in engine.sequences.states:
+    assert not engine.core.scheduler.has_work
+    assert engine.core.pool.num_used == 0
+    for state in engine.core.sequences.states:
         if isinstance(state, DraftRing):
             assert state.pool.num_used == 0
     for request, prompt, params in requests:
@@ -170,7 +170,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
 def test_the_oldest_request_is_never_the_victim(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=12)
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         engine.step()
     assert requests[0].stats.preemptions == 0
     assert sum(request.stats.preemptions for request in requests) > 0
@@ -184,10 +184,10 @@ def test_an_abandoned_iterator_frees_its_pages(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
     results = engine.generate(PROMPTS, [SamplingParams(max_tokens=3 + 5 * i) for i in range(len(PROMPTS))])
     next(results)
-    assert engine.scheduler.has_work
+    assert engine.core.scheduler.has_work
     del results
-    assert not engine.scheduler.has_work
-    assert engine.pool.num_used == 0
+    assert not engine.core.scheduler.has_work
+    assert engine.core.pool.num_used == 0
     engine.check_integrity()
 
 
@@ -195,17 +195,17 @@ def test_an_iterator_nobody_reads_leaves_nothing_behind(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, num_pages=60)
     results = engine.generate(PROMPTS)
     del results
-    assert not engine.scheduler.has_work
+    assert not engine.core.scheduler.has_work
 
 
 def test_an_abandoned_stream_frees_its_pages(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=30))
     next(stream)
-    assert engine.pool.num_used > 0
+    assert engine.core.pool.num_used > 0
     stream.close()
-    assert engine.pool.num_used == 0
-    assert not engine.scheduler.has_work
+    assert engine.core.pool.num_used == 0
+    assert not engine.core.scheduler.has_work
 
 
 def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
@@ -217,8 +217,8 @@ def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
     engine.on_verified.append(fail)
     with pytest.raises(KeyboardInterrupt):
         list(engine.generate(PROMPTS, SamplingParams(max_tokens=9)))
-    assert engine.pool.num_used == 0
-    assert not engine.scheduler.has_work
+    assert engine.core.pool.num_used == 0
+    assert not engine.core.scheduler.has_work
     engine.check_integrity()
     engine.on_verified.clear()
     (result,) = engine.generate(PROMPTS[0], PARAMS[0])
@@ -243,8 +243,8 @@ def test_an_error_of_one_answer_leaves_those_of_others(pair: Pair, where: str, m
     if where == "commit":
         engine.on_verified.append(fail)
     else:
-        engine.scheduler.add(engine._make_request(PROMPTS[3], PARAMS[0]))
-        monkeypatch.setattr(engine.sequences, "keep", fall)
+        engine.core.scheduler.add(engine._make_request(PROMPTS[3], PARAMS[0]))
+        monkeypatch.setattr(engine.core.sequences, "keep", fall)
     with pytest.raises(ValueError, match="planted"):
         next(failing)
     monkeypatch.undo()
@@ -284,7 +284,7 @@ def test_an_error_is_raised_where_its_own_result_is_asked_for(pair: Pair) -> Non
     failing = engine.generate([PROMPTS[1], PROMPTS[2]], PARAMS[0])
     stream = engine.stream(PROMPTS[1], PARAMS[0])
     next(stream)
-    engine.scheduler.add(engine._make_request(PROMPTS[1], PARAMS[0]))  # whose result nobody asks for
+    engine.core.scheduler.add(engine._make_request(PROMPTS[1], PARAMS[0]))  # whose result nobody asks for
     (result,) = engine.generate(PROMPTS[0], PARAMS[0])
     assert result.token_ids == alone(0, 0)[0]
     for iterator in (failing, stream):
@@ -301,7 +301,7 @@ def test_an_admission_that_fails_gives_its_pages_back(
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60, draft_window=window)
     list(engine.generate(PROMPTS[0], PARAMS[0]))  # its pages are found
     waiting = engine.generate([PROMPTS[0] + [7, 8, 9]], PARAMS[0])
-    inner = engine.sequences.pages.room
+    inner = engine.core.sequences.pages.room
 
     def fail(request: Request) -> int:
         if errors:
@@ -309,15 +309,15 @@ def test_an_admission_that_fails_gives_its_pages_back(
         return inner(request)
 
     errors = [ValueError("planted")]
-    monkeypatch.setattr(engine.sequences.pages, "room", fail)
+    monkeypatch.setattr(engine.core.sequences.pages, "room", fail)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
-    engine.scheduler.add(engine._make_request(PROMPTS[0], PARAMS[0]))
+    engine.core.scheduler.add(engine._make_request(PROMPTS[0], PARAMS[0]))
     with pytest.raises(ValueError, match="planted"):
         next(stream)
     assert len(list(waiting)) == 1
     while engine.has_work:
         engine.step()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     engine.check_integrity()
 
 
@@ -329,7 +329,7 @@ def test_a_listener_may_end_a_request(pair: Pair) -> None:
     results = list(engine.generate(PROMPTS, PARAMS[0]))
     assert [result.finish_reason for result in results] == ["abort"] * len(PROMPTS)
     assert [result.token_ids[:4] for result in results] == [alone(i, 0)[0][:4] for i in range(len(PROMPTS))]
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     engine.check_integrity()
 
 
@@ -337,7 +337,7 @@ def test_a_bad_prompt_among_many_queues_none(pair: Pair) -> None:
     engine = Engine(pair.target, page_size=4, num_pages=4)
     with pytest.raises(CapacityError, match="raise kv_mib or num_pages or lower max_tokens"):
         engine.generate([[1, 2], [1] * 30], SamplingParams(max_tokens=5))
-    assert not engine.scheduler.has_work
+    assert not engine.core.scheduler.has_work
 
 
 def test_two_engines_on_one_target_do_not_disturb_each_other(pair: Pair) -> None:

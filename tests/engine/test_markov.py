@@ -52,7 +52,7 @@ def drafter_of(kind: str) -> Drafter:
 
 
 def correction(drafter: Drafter, pair: Pair, state: Tensor, before: int) -> Tensor:
-    """What the head adds to the logits ``[V]`` of ``state`` after a token."""
+    """Return the head's correction of the logits ``[V]`` of ``state`` after a token."""
     if isinstance(drafter.head, MarkovTables):
         bias = drafter.head.markov_w2.weight @ drafter.head.markov_w1.weight[before]
         return bias if drafter.drafted is None else torch.zeros(VOCAB).index_copy(0, drafter.drafted, bias)

@@ -24,13 +24,13 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     plain = [r.token_ids for r in Engine(pair.target, num_pages=4000, block_size=1).generate(prompts, params)]
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=36, max_batch_tokens=64, verification="match")
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
-    stores = engine.runner.store, block_proposer(engine).model.store
+    stores = engine.core.runner.store, block_proposer(engine).model.store
     size = sum(store.nbytes for store in stores)
     requests = [engine.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     most = finished = 0
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         finished += len(engine.step())
-        alive = {page for request in engine.scheduler.running for page in request.table.pages}
+        alive = {page for request in engine.core.scheduler.running for page in request.table.pages}
         most = max(most, len(alive))
         assert all(0 <= page < 36 for page in alive)
     assert finished == 200
@@ -38,7 +38,7 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     assert sum(request.stats.preemptions for request in requests) > 20
     assert most > 30, "the pool was full"
     assert sum(store.nbytes for store in stores) == size
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     engine.check_integrity()
 
 
@@ -55,7 +55,7 @@ def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> No
         counts.add(len(request.draft_table.pages))
     assert len(request.token_ids) == 8192
     assert len(counts - {0}) == 1, "as many pages from the first chunk to the last token"
-    assert size == block_proposer(engine).model.store.nbytes < engine.runner.store.nbytes / 20
+    assert size == block_proposer(engine).model.store.nbytes < engine.core.runner.store.nbytes / 20
 
 
 class Everything(Policy):
@@ -72,7 +72,7 @@ class Everything(Policy):
 
 def sizes_of_passes(engine: Engine, steps: int) -> list[int]:
     sizes: list[int] = []
-    forward = engine.runner.forward
+    forward = engine.core.runner.forward
 
     class Spy(Runner):
         def forward(self, step: Step) -> None:
@@ -80,10 +80,10 @@ def sizes_of_passes(engine: Engine, steps: int) -> list[int]:
             assert step.batch is not None
             sizes.append(len(step.batch))
 
-    inner, engine.runner = engine.runner, Spy(engine.target, engine.runner.store)
+    inner, engine.core.runner = engine.core.runner, Spy(engine.target, engine.core.runner.store)
     for _ in range(steps):
         engine.step()
-    engine.runner = inner
+    engine.core.runner = inner
     return sizes
 
 

@@ -173,13 +173,13 @@ def test_a_canvas_of_random_tokens_too() -> None:
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_passes_in_fixed_memory_that_are_launched_ahead(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched before the tokens are read is dropped where a row is not finite."""
+    """A pass launched before the tokens are read is dropped if a row is not finite."""
     monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
     answered = 4
 
     def make() -> Engine:
         engine = Engine(qwen(), random_drafter() if drafts else None, policy="fixed:4" if drafts else "fixed:1", **ROWS)
-        engine.ahead.is_used = True
+        engine.core.ahead.is_used = True
         return engine
 
     check_alone(make, SAMPLING["greedy"])

@@ -16,7 +16,7 @@ from volley.engine.overlap import Overlap
 from volley.engine.recovery import recover
 from volley.models.targets.target import Target
 from volley.procedures.request import Request
-from volley.types import TextChunk
+from volley.results import TextChunk
 
 GPU = torch.device("cuda")
 PROMPTS = [[40, 50, 60], [77, 78], [100, 101, 9, 9, 30, 41], [200, 33, 7], [5, 6, 7, 8, 9]]
@@ -43,7 +43,7 @@ def plain(prompt: int) -> list[int]:
 
 @functools.cache
 def params() -> tuple[SamplingParams, ...]:
-    """Of requests that end by length, a stop token, a stop string and not at all by themselves; the last ones are drawn."""
+    """Return requests that end by length, a stop token, a stop string and not at all by themselves; the last ones are sampled."""
     (text,) = (result.text for result in Engine(target()).generate(PROMPTS[2], LONG))
     return (
         LONG,
@@ -55,15 +55,14 @@ def params() -> tuple[SamplingParams, ...]:
 
 
 def told(own: Engine, abort_after: int) -> Iterator[tuple[list[int], list[TextChunk], str, str | None]]:
-    """What every request is told in all; the fourth is aborted after some steps, and the first is preempted once."""
+    """Return all chunks of every request; the fourth is aborted after some steps, and the first is preempted once."""
     requests = [own.add_request(prompt, each) for prompt, each in zip(PROMPTS, params(), strict=True)]
     chunks: dict[Request, list[TextChunk]] = {request: [] for request in requests}
 
     def take() -> None:
         for request in requests:
             request.write()
-            chunks[request] += request.chunks
-            request.chunks = []
+            chunks[request] += request.writer.take()
 
     own.overlap.listeners.append(take)
     steps = 0
@@ -73,10 +72,10 @@ def told(own: Engine, abort_after: int) -> Iterator[tuple[list[int], list[TextCh
         steps += 1
         if steps == abort_after:
             own.abort(requests[3])
-        if steps == 3 and requests[0] in own.scheduler.running:
-            own.scheduler.preempt(requests[0])
+        if steps == 3 and requests[0] in own.core.scheduler.running:
+            own.core.scheduler.preempt(requests[0])
     take()
-    return ((one.token_ids, chunks[one], one.text, one.finish_reason) for one in requests)
+    return ((one.token_ids, chunks[one], one.writer.text, one.finish_reason) for one in requests)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "goodput"}, {"num_pages": 12, "page_size": 4}], ids=str)
@@ -95,11 +94,11 @@ def test_texts_are_made_once_the_next_pass_is_launched_and_when_a_request_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, noted = engine(overlaps=True, policy="fixed:1"), list[str]()
-    push, forward = Detokenizer.push, own.runner.forward
+    push, forward = Detokenizer.push, own.core.runner.forward
     monkeypatch.setattr(
         Detokenizer, "push", lambda self, *args, **last: noted.append("text") or push(self, *args, **last)
     )
-    monkeypatch.setattr(own.runner, "forward", lambda step: noted.append("pass") or forward(step))
+    monkeypatch.setattr(own.core.runner, "forward", lambda step: noted.append("pass") or forward(step))
     own.overlap.listeners.append(lambda: noted.append("told"))
     request = own.add_request(PROMPTS[0], SamplingParams(max_tokens=3))
     while own.has_work:
@@ -114,8 +113,8 @@ def test_on_a_cpu_nothing_waits() -> None:
     request = own.add_request(PROMPTS[0], LONG)
     while request.finish_reason is None:
         own.step()
-        assert not request.unwritten
-        assert len(request.chunks) == request.num_output
+        assert not request.writer.waiting
+        assert len(request.writer.chunks) == request.num_output
 
 
 def test_a_stream_has_the_tokens_of_each_step_when_it_ends() -> None:
@@ -123,7 +122,7 @@ def test_a_stream_has_the_tokens_of_each_step_when_it_ends() -> None:
     stream, seen = own.stream(PROMPTS[0], LONG), list[int]()
     for chunk in stream:
         seen += chunk.token_ids
-        assert not own.scheduler.running or own.scheduler.running[0].unwritten == []
+        assert not own.core.scheduler.running or own.core.scheduler.running[0].writer.waiting == []
     assert seen == plain(0)
 
 
@@ -140,7 +139,7 @@ def test_a_text_that_cannot_be_made_costs_its_request_alone(
     own, push, bad, broken = engine(overlaps=overlaps), Detokenizer.push, plain(0)[4], [Broken()]
 
     def failing(self: Detokenizer, token_id: int, *, last: bool = False) -> str:
-        if token_id == bad and self is requests[0].detokenizer and broken:
+        if token_id == bad and self is requests[0].writer.detokenizer and broken:
             raise broken[0] if again else broken.pop()
         return push(self, token_id, last=last)
 

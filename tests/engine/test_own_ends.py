@@ -13,7 +13,7 @@ from tests.tiny import VOCAB, Pair, make_pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.drafter import Drafter
-from volley.proposers import block
+from volley.proposers import choose
 
 HEAD = HeadConfig(type="residual", rank=4, candidates=8)
 
@@ -116,11 +116,11 @@ def scored_over_the_whole_vocabulary(logits: Tensor, *rest: Any) -> tuple[Tensor
     return tokens, 0.5 * probs + 0.5 / logits.shape[-1]
 
 
-propose_sampled = block.propose_sampled
+propose_sampled = choose.propose_sampled
 
 
 @pytest.mark.slow
 def test_a_wrong_draft_law_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "propose_sampled", scored_over_the_whole_vocabulary)
+    monkeypatch.setattr(choose, "propose_sampled", scored_over_the_whole_vocabulary)
     probability, _ = law(SamplingParams(temperature=1.1, max_tokens=3), tiny(), verification="speculative")
     assert probability < 1e-6

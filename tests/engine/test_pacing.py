@@ -1,4 +1,4 @@
-"""What the engine shows its policy, and what it keeps from it."""
+"""Facts that the engine shows its policy, and those that it does not."""
 
 import time
 from collections.abc import Sequence, Set
@@ -12,14 +12,13 @@ from tests.made_up import decoding, with_batch
 from tests.tiny import Pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.lookup import Lookup
-from volley.decode.work import NO_DRAFT, Ask, Work
+from volley.decode.work import NO_DRAFT, Ask, Verdict, Work
 from volley.engine.pacing import Pacing
 from volley.engine.step import Step
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.cost import Costs, PassCost
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Verdict
 
 
 class Spy(Policy):
@@ -125,7 +124,7 @@ def test_a_step_that_only_reads_tells_the_policy_nothing() -> None:
 
 @pytest.mark.parametrize(("drafts", "costs"), [(True, [1.5, 7.5]), (False, [7.5])])
 def test_all_of_a_step_is_in_its_costs(monkeypatch: pytest.MonkeyPatch, drafts: bool, costs: list[float]) -> None:
-    """What the host does before the passes and after them, too; but not what earlier steps had put off."""
+    """Host work before and after the passes counts too, but not work deferred by earlier steps."""
     seen: list[float] = []
     monkeypatch.setattr(PassCost, "observe", lambda self, tokens, requests, seconds, read=0: seen.append(seconds))
     own = pacing(Spy(uses_costs=True))
@@ -144,7 +143,7 @@ def test_steps_in_which_passes_were_timed_teach_nothing(monkeypatch: pytest.Monk
     seen: list[float] = []
     monkeypatch.setattr(PassCost, "observe", lambda self, tokens, requests, seconds, read=0: seen.append(seconds))
     own = pacing(Spy(uses_costs=True))
-    for timed, lessons in ((1, 0), (1, 1), (16, 1), (1, 2)):
+    for timed, lessons in ((1, 0), (1, 1), (32, 1), (1, 2)):
         work = Work(decoding([1, 2, 3]), NO_DRAFT)
         work.verdict = Verdict(0, [9])
         step = with_batch(Step([work], started=time.perf_counter()))

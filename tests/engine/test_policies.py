@@ -15,9 +15,9 @@ from tests.engine.test_sampled import TOKENS, V, exact_law, sampled, tiny
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode import lookup
+from volley.decode.late import Reading
 from volley.decode.sampling import Purpose, draw, token_probs
-from volley.decode.work import Ask, Rule, Shape, Work
-from volley.engine.engine import DEFAULT_POLICY
+from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work, Works
 from volley.errors import ConfigError
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, net_for
@@ -25,12 +25,11 @@ from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Fixed
 from volley.policies.goodput import Goodput
+from volley.policies.make import DEFAULT_POLICY
 from volley.policies.pilot import Pilot
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
-from volley.types import Proposal, Verdict
 
 
 class Restless(Policy):
@@ -140,7 +139,7 @@ def test_the_law_of_drafts_and_copies_by_turns_is_the_targets(monkeypatch: pytes
 
 
 def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Tensor, int]:
-    """What :func:`sampled` finds where a single token in common is enough to copy, and how many copies were right."""
+    """Return what :func:`sampled` finds where a single token in common is enough to copy, and how many copies were right."""
     monkeypatch.setattr(lookup, "KEY", 1)
     monkeypatch.setattr("tests.engine.test_sampled.PROMPT", [*range(V), *range(V), 2, 2])
     numbers, copied = itertools.count(), 0
@@ -157,13 +156,14 @@ def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Te
 class DrawingAgain(Speculative):
     """A bias: where a copy is refused the token is drawn once more, from the whole distribution."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().absorb(works, logits).read()
         for work in works:
             request, verdict = work.request, work.verdict
             if work.ask.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:
                 probs = token_probs(logits[work.rows][:1], request.params)
                 verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, request.length, 1)).tolist()
+        return Reading()
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:
 
 
 def sampled_ways(policy: Policy, *, seeded: bool) -> tuple[Tensor, float, set[bool]]:
-    """What :func:`sampled` finds, and whether drafts were chains."""
+    """Return what :func:`sampled` finds, and whether drafts were chains."""
     ways: set[bool] = set()
     sequences, accepted = sampled(
         HOT, policy=policy, seeded=seeded, listener=lambda request, proposal, _: ways.add(proposal.parents is None)
@@ -252,14 +252,14 @@ def test_without_a_drafter_the_default_copies_from_the_text(pair: Pair, monkeypa
     with pytest.MonkeyPatch.context() as nothing:
         nothing.setattr(lookup.Lookup, "find", lambda *_: ([], 0))
         (unfound,) = default.generate(prompt, params)
-    assert default.pacing.costs.target.num_timed == 0
+    assert default.core.pacing.costs.target.num_timed == 0
     assert set(unfound.stats.block_sizes) == {1}
     (copied,), (plainly,) = default.generate(prompt, params), plain.generate(prompt, params)
     assert copied.token_ids == unfound.token_ids == plainly.token_ids
     assert max(copied.stats.accepted_lengths) > 4
-    assert default.pacing.costs.target.num_timed > 0
+    assert default.core.pacing.costs.target.num_timed > 0
     assert set(plainly.stats.block_sizes) == {1}
-    assert plain.pacing.costs.target.num_timed == 0
+    assert plain.core.pacing.costs.target.num_timed == 0
     default.block_size = 1
     (fixed,) = default.generate(prompt, params)
     assert set(fixed.stats.block_sizes) == {1}
@@ -279,7 +279,7 @@ def test_texts_that_repeat_themselves_need_no_drafter(
         results = list(engine.generate(prompts, params))
         assert tokens(results) == plain
         assert max(length for result in results for length in result.stats.accepted_lengths) > 4
-        assert engine.pool.num_used == 0
+        assert engine.core.pool.num_used == 0
         assert num_pages > 24 or sum(result.stats.preemptions for result in results) > 0
 
 

@@ -14,7 +14,7 @@ def serve(engine: Engine, priorities: list[int], max_tokens: int = 8) -> tuple[l
     asked = zip(PROMPTS, priorities, strict=False)
     requests = [engine.add_request(p, SamplingParams(max_tokens=max_tokens, priority=own)) for p, own in asked]
     ended: list[int] = []
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         ended += [requests.index(request) for request in engine.step()]
         engine.check_integrity()
     return requests, ended
@@ -43,8 +43,8 @@ def test_a_preempted_request_comes_before_those_of_its_priority_that_wait(pair: 
         engine.add_request(p, SamplingParams(priority=own)) for p, own in zip(PROMPTS, [1, 1, 1, 0], strict=False)
     ]
     engine.step()
-    assert engine.scheduler.running == [requests[3], requests[0]]
-    engine.scheduler.preempt(requests[0])
-    assert list(engine.scheduler.waiting) == [requests[0], requests[1], requests[2]]
+    assert engine.core.scheduler.running == [requests[3], requests[0]]
+    engine.core.scheduler.preempt(requests[0])
+    assert list(engine.core.scheduler.waiting) == [requests[0], requests[1], requests[2]]
     urgent = engine.add_request(PROMPTS[4], SamplingParams(priority=0))
-    assert engine.scheduler.waiting[0] is urgent
+    assert engine.core.scheduler.waiting[0] is urgent

@@ -86,11 +86,11 @@ def test_preempted_while_it_is_read_it_goes_on_where_it_was(pair: Pair) -> None:
     request = engine.add_request(prompt, SamplingParams(max_tokens=0, prompt_logprobs=0))
     engine.step()
     engine.step()
-    assert len(request.prompt_logprobs) == 32
-    engine.scheduler.preempt(request)
+    assert len(request.prompt_scores) == 32
+    engine.core.scheduler.preempt(request)
     while request.finish_reason is None:
         engine.step()
-    assert request.prompt_logprobs == pytest.approx(by_transformers(pair, prompt), abs=2e-5)
+    assert [score.logprob for score in request.prompt_scores] == pytest.approx(by_transformers(pair, prompt), abs=2e-5)
 
 
 def test_scoring_beside_others_changes_none_of_their_tokens(pair: Pair) -> None:

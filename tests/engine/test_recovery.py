@@ -30,12 +30,12 @@ class Broken(Exception):
 def run(engine: Engine, params: SamplingParams = PARAMS) -> tuple[list[Request], list[tuple[Request, Exception]]]:
     requests = [engine.add_request(prompt, params) for prompt in PROMPTS]
     faults: list[tuple[Request, Exception]] = []
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         try:
             engine.step()
         except Broken as error:
             faults += recover(engine, error)
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     engine.check_integrity()
     return requests, faults
 
@@ -44,7 +44,7 @@ def check(pair: Pair, requests: list[Request], culprit: int | None) -> None:
     for index, (request, prompt) in enumerate(zip(requests, PROMPTS, strict=True)):
         if index != culprit:
             assert request.token_ids[request.num_prompt :] == greedy(pair.hf, prompt, COUNT)
-            assert len(request.logprobs) == COUNT
+            assert len(request.scores) == COUNT
         else:
             assert request.finish_reason == "abort"
 
@@ -55,9 +55,9 @@ def breaks_when(
     """Let one phase of a step do its work and then raise when the step's works meet ``condition``."""
     part, method = {
         "propose": (engine_module, "propose"),
-        "forward": (engine.runner, "forward"),
-        "accept": (engine.procedure, "absorb"),
-        "keep": (engine.sequences, "keep"),
+        "forward": (engine.core.runner, "forward"),
+        "accept": (engine_module, "accept"),
+        "keep": (engine.core.sequences, "keep"),
     }[phase]
     inner = getattr(part, method)
 
@@ -71,7 +71,7 @@ def breaks_when(
 
 
 def reaches_the_end(work: Work[Request]) -> bool:
-    """Whether the step chooses a token for the request."""
+    """Return whether the step chooses a token for the request."""
     return work.kind is Kind.DECODE or work.request.prefill_end - work.request.computed <= work.num_known
 
 
@@ -163,7 +163,7 @@ def test_a_request_that_had_ended_before_the_error_is_forgotten(pair: Pair) -> N
 
 def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter)
-    inner = engine.sequences.pages.match_prefix
+    inner = engine.core.sequences.pages.match_prefix
 
     def broken(request: Request, most: int) -> int:
         found = inner(request, most)
@@ -171,7 +171,7 @@ def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.Mo
             raise Broken
         return found
 
-    monkeypatch.setattr(engine.sequences.pages, "match_prefix", broken)
+    monkeypatch.setattr(engine.core.sequences.pages, "match_prefix", broken)
     requests, faults = run(engine)
     assert [request for request, _ in faults] == [requests[1]]
     check(pair, requests, culprit=1)

@@ -34,14 +34,14 @@ def taught(name: str, **options: Any) -> Engine:
 
 
 def states(engine: Engine) -> RecurrentStates:
-    assert engine.recurrent is not None
-    return engine.recurrent
+    assert engine.core.recurrent is not None
+    return engine.core.recurrent
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
     results = list(engine.generate(prompts, PARAMS))
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     assert states(engine).num_held == 0
     return results
 
@@ -135,7 +135,7 @@ def test_a_convolution_that_is_not_rolled_back_is_found(monkeypatch: pytest.Monk
         for history, other in zip(store.histories, wrong, strict=True):
             history.copy_(other)
 
-    monkeypatch.setattr(engine.recurrent, "keep", keep)
+    monkeypatch.setattr(engine.core.recurrent, "keep", keep)
     assert tokens(run(engine)) != expected("qwen3_5_text")
 
 
@@ -192,12 +192,12 @@ def test_a_preempted_request_goes_on_from_its_newest_snapshot() -> None:
     request = engine.add_request(PROMPTS[0], PARAMS)
     while request.num_output < 12:
         engine.step()
-    engine.scheduler.preempt(request)
+    engine.core.scheduler.preempt(request)
     length = request.length
     assert states(engine).num_held == 0
-    assert engine.sequences.admit(request, length)
+    assert engine.core.sequences.admit(request, length)
     assert request.computed == (length - 1) // 16 * 16, "at most four pages are computed again"
-    engine.scheduler.finish(request)
+    engine.core.scheduler.finish(request)
 
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:
@@ -240,9 +240,9 @@ def test_requests_wait_for_states() -> None:
     for prompt in PROMPTS:
         engine.add_request(prompt, PARAMS)
     most = 0
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         engine.step()
-        most = max(most, len(engine.scheduler.running))
+        most = max(most, len(engine.core.scheduler.running))
     assert most == 2
 
 
@@ -272,7 +272,7 @@ def test_a_lost_slot_is_found() -> None:
 @pytest.mark.parametrize("phase", ["forward", "keep"])
 def test_a_step_that_raises_costs_one_request(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     engine = taught("qwen3_5_text", policy="fixed")
-    part: Any = engine.runner if phase == "forward" else engine.recurrent
+    part: Any = engine.core.runner if phase == "forward" else engine.core.recurrent
     inner = getattr(part, phase)
 
     def broken(step: Step) -> None:
@@ -282,7 +282,7 @@ def test_a_step_that_raises_costs_one_request(monkeypatch: pytest.MonkeyPatch, p
 
     monkeypatch.setattr(part, phase, broken)
     requests, faults = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], []
-    while engine.scheduler.has_work:
+    while engine.core.scheduler.has_work:
         try:
             engine.step()
         except OSError as error:

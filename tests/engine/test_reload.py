@@ -45,10 +45,10 @@ def test_what_was_refused_changes_nothing() -> None:
     engine = Engine(pair.target, pair.drafter)
     request = engine.add_request(random_prompts(1)[0], SamplingParams(max_tokens=16))
     engine.step()
-    before, pool = engine.drafter, engine.pool
+    before, pool = engine.drafter, engine.core.pool
     with pytest.raises(MismatchError):
         replace_drafter(engine, random_drafter(hidden_size=48))
-    assert (engine.drafter, engine.pool) == (before, pool)
+    assert (engine.drafter, engine.core.pool) == (before, pool)
     while request.finish_reason is None:
         engine.step()
     engine.check_integrity()
@@ -59,13 +59,13 @@ def test_what_was_refused_changes_nothing() -> None:
 def test_kv_of_one_shape_take_no_more_memory(window: int | None) -> None:
     pair = make_pair()
     engine = Engine(pair.target, pair.drafter, draft_window=window or 0)
-    target_store, draft_store = engine.runner.store, engine.draft_model.store
+    target_store, draft_store = engine.core.runner.store, engine.core.draft_model.store
     replace_drafter(engine, other_drafter(pair.drafter))
-    assert engine.runner.store is target_store
-    assert engine.draft_model.store is draft_store
+    assert engine.core.runner.store is target_store
+    assert engine.core.draft_model.store is draft_store
     replace_drafter(engine, random_drafter(num_hidden_layers=1))
-    assert engine.runner.store is target_store
-    assert engine.draft_model.store is not draft_store
+    assert engine.core.runner.store is target_store
+    assert engine.core.draft_model.store is not draft_store
     (result,) = engine.generate(random_prompts(1), SamplingParams(max_tokens=8))
     assert result.token_ids == greedy(pair.hf, random_prompts(1)[0], 8)
 

@@ -1,4 +1,4 @@
-"""What one request gives: text, stops, log-probabilities, chunks and statistics."""
+"""The output of one request: text, stops, log-probabilities, chunks and statistics."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -177,7 +177,7 @@ def test_the_stream_comes_while_the_engine_works() -> None:
     engine = taught()
     generator = engine.stream(PROMPTS[0], SamplingParams(max_tokens=COUNT))
     next(generator)
-    assert engine.scheduler.running[0].num_output == 1
+    assert engine.core.scheduler.running[0].num_output == 1
     generator.close()
 
 

@@ -41,8 +41,8 @@ class Naps(Policy):
 def made(pair: Pair, every: Callable[[int], int], monkeypatch: pytest.MonkeyPatch, **options: int) -> Drafts:
     """All drafts, by request and length of its text; answers are checked."""
     engine = Engine(pair.target, pair.drafter, policy=Naps(every), draft_window=WINDOW, page_size=4, **options)
-    assert engine.proposer is not None
-    drafts, propose = Drafts(), engine.proposer.propose
+    assert engine.core.proposer is not None
+    drafts, propose = Drafts(), engine.core.proposer.propose
 
     def spied(works: list[Work[Request]], *, with_confidence: bool) -> float:
         seconds = propose(works, with_confidence=with_confidence)
@@ -50,7 +50,7 @@ def made(pair: Pair, every: Callable[[int], int], monkeypatch: pytest.MonkeyPatc
             drafts[work.request.request_id, work.request.length] = tuple(work.proposal.token_ids)
         return seconds
 
-    monkeypatch.setattr(engine.proposer, "propose", spied)
+    monkeypatch.setattr(engine.core.proposer, "propose", spied)
     results = list(engine.generate(PROMPTS, SamplingParams(max_tokens=COUNT)))
     engine.check_integrity()
     for result, prompt in zip(results, PROMPTS, strict=True):
@@ -82,7 +82,7 @@ def test_drafts_that_see_little_would_be_others(pair: Pair, monkeypatch: pytest.
 
 def test_nothing_is_kept_where_all_rest(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed:1", draft_window=WINDOW, page_size=4)
-    (own,) = (state for state in engine.sequences.states if isinstance(state, DraftContext))
+    (own,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
     for prompt in PROMPTS:
         engine.add_request(prompt, SamplingParams(max_tokens=COUNT))
     while engine.has_work:
@@ -100,5 +100,5 @@ def test_without_a_window_nobody_rests(pair: Pair) -> None:
     request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=COUNT))
     engine.step()
     assert not request.rests
-    (own,) = (state for state in engine.sequences.states if isinstance(state, DraftContext))
+    (own,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
     assert len(own.backlog) == len(PROMPTS[0])

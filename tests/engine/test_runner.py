@@ -7,7 +7,7 @@ import torch
 from tests.made_up import request
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Work
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
@@ -16,7 +16,6 @@ from volley.memory.kv_store import make_store
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.targets.target import Target
 from volley.procedures.request import Request
-from volley.types import Proposal
 
 PROMPTS = random_prompts(3, longest=12, seed=5)
 
@@ -36,7 +35,7 @@ def whole(pair: Pair, token_ids: list[int]) -> torch.Tensor:
 
 @torch.inference_mode()
 def test_prompts_chains_and_trees_share_a_pass(pair: Pair) -> None:
-    runner, pool = runner_for(pair, Engine(pair.target, pair.drafter, num_pages=4).draft_model), PagePool(50, 4)
+    runner, pool = runner_for(pair, Engine(pair.target, pair.drafter, num_pages=4).core.draft_model), PagePool(50, 4)
     requests = [request(prompt) for prompt in PROMPTS]
     for own in requests:
         assert pool.grow(own.table, own.length + 8)
@@ -99,5 +98,5 @@ def test_texts_that_run_do_not_notice_a_timed_pass(pair: Pair) -> None:
     request = engine.add_request(prompt, SamplingParams(max_tokens=12))
     while request.finish_reason is None:
         engine.step()
-        assert TIMED(engine.runner, 4, 2) > 0
+        assert TIMED(engine.core.runner, 4, 2) > 0
     assert request.result().token_ids == greedy(pair.hf, prompt, 12)

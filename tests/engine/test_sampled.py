@@ -15,14 +15,12 @@ from volley import Engine, SamplingParams, native
 from volley.decode import propose
 from volley.decode.propose import Transitions
 from volley.decode.sampling import token_probs
-from volley.decode.work import Rule
+from volley.decode.work import Proposal, Rule, Works
 from volley.engine.engine import OnVerified
 from volley.engine.step import Step
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters.heads import BoundHead
-from volley.proposers import block
-from volley.proposers.base import Works
-from volley.types import Proposal
+from volley.proposers import choose
 
 PROMPTS = random_prompts(6, longest=30, seed=2)
 PARAMS = [
@@ -38,7 +36,7 @@ PARAMS = [
 def answers(engine: Engine) -> list[list[int]]:
     found = [result.token_ids for result in engine.generate(PROMPTS, PARAMS)]
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     return found
 
 
@@ -132,8 +130,8 @@ def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
         if matched[-1] and work.proposal.token_ids:
             foreseen = max(foreseen, request.length + work.ask.positions)
 
-    forward = engine.runner.forward
-    monkeypatch.setattr(engine.runner, "forward", see)
+    forward = engine.core.runner.forward
+    monkeypatch.setattr(engine.core.runner, "forward", see)
     (name, value), usual = *options.items(), {"denoising_steps": 1, "tree_nodes": None}
     while request.finish_reason is None:
         now = value if len(matched) // 6 % 2 else usual[name]
@@ -217,7 +215,7 @@ def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> tuple[Tensor
 @pytest.mark.parametrize("late", [False, True])
 def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """Greedy drafts scored softly."""
-    monkeypatch.setattr(block, "propose_sampled", soft_scored)
+    monkeypatch.setattr(choose, "propose_sampled", soft_scored)
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
     sequences, _ = sampled(params, verification="speculative", late=late)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
@@ -269,8 +267,6 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
         ("dspark", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("selector", {"verification": "speculative"}, {"draft_temperature": 0.6}),
         ("domino", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("gated", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("rnn", {"verification": "speculative"}, {"draft_temperature": 0.6}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(
@@ -294,7 +290,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works, **_: Any) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["residual", "dspark", "gated", "rnn", "selector", "domino"])
+@pytest.mark.parametrize("kind", ["residual", "dspark", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(propose.WALKS, Rule.SPECULATIVE, scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
@@ -324,7 +320,7 @@ def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor, **
 @pytest.mark.slow
 def test_distributions_over_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
-    monkeypatch.setattr(block, "walk_sampled", scored_as_other_tokens)
+    monkeypatch.setattr(choose, "walk_sampled", scored_as_other_tokens)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
     assert probability < 1e-6
 

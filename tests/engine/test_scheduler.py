@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from tests.made_up import costs, random_path, random_tree, request, with_batch
 from volley.config import CapacityConfig
-from volley.decode.work import Ask, Kind, Shape, Work
+from volley.decode.work import Ask, Kind, Proposal, Shape, Verdict, Work
 from volley.engine.pacing import Pacing
 from volley.engine.scheduler import Scheduler
 from volley.engine.states import Sequences, TargetPages
 from volley.engine.step import Step
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
+from volley.params import SamplingParams
 from volley.policies.base import Policy, View
 from volley.policies.cost import Costs
 from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
-from volley.types import Proposal, SamplingParams, Verdict
 
 SIZE, PAGES, BLOCK, VOCAB = 4, 12, 5, 3
 

@@ -1,4 +1,4 @@
-"""What is done before an engine serves; tests/gpu/test_graphs.py captures graphs ahead on a pretended GPU."""
+"""Work before an engine serves; tests/gpu/test_graphs.py captures graphs in advance on a pretended GPU."""
 
 import pytest
 

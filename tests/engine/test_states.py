@@ -1,8 +1,6 @@
-"""What is kept after a step, of chains, trees and rings, is what one would have written token by token."""
+"""The state kept after a step, of chains, trees and rings, equals that of writing token by token."""
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.made_up import SPECULATIVE, random_path, random_tree, request, with_batch
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work
 from volley.engine.states import (
     DraftContext,
     DraftRing,
@@ -26,8 +24,8 @@ from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
 from volley.models.drafters.backlog import Backlog
 from volley.models.drafters.draft_model import DraftModel
+from volley.params import SamplingParams
 from volley.procedures.request import Request
-from volley.types import Proposal, SamplingParams, Verdict
 
 SIZE, PAGES, BLOCK, VOCAB = 4, 14, 5, 3
 PROMPTS = [
@@ -41,7 +39,7 @@ PROMPTS = [
 
 
 def mark(token_ids: list[int]) -> float:
-    """What a model would remember of the last of ``token_ids``: another number for all other texts."""
+    """Return a number that a model would store for the last of ``token_ids``: another one for every other text."""
     return float(hash(tuple(token_ids)) % 2**50)
 
 
@@ -51,7 +49,7 @@ class Remembering(DraftModel):
     def __init__(self, num_slots: int) -> None:
         self.kept = torch.zeros(num_slots, dtype=torch.float64)
         self.positions = torch.zeros(num_slots, dtype=torch.long)
-        self.drafter: Any = SimpleNamespace(config=SimpleNamespace(block_size=BLOCK))
+        self.block_size = BLOCK
 
     def keep(self, features: Tensor, positions: Tensor, kv_slots: slice | Tensor) -> None:
         self.kept[kv_slots] = features[:, 0]
@@ -158,13 +156,13 @@ class World:
                 self.sequences.release(own)
 
     def draft(self, own: Request) -> None:
-        """What a draft does: reads the context, and writes a block's own K/V behind it."""
+        """Play a draft: read the context, and write a block's own K/V behind it."""
         self.check_context(own)
         end = own.draft_table.capacity if self.window is None else own.computed + BLOCK
         self.model.kept[own.draft_table.slot_array(own.computed, min(end, own.computed + BLOCK))] = -1.0
 
     def compute(self, work: Work[Request]) -> list[float]:
-        """What a pass does: writes the mark of every token, and returns the marks as features."""
+        """Play a pass: write the mark of every token, and return the marks as features."""
         own, parents = work.request, work.proposal.parents
         texts = [own.token_ids[: own.computed + count] for count in range(1, work.num_known + 1)]
         root = len(texts) - 1
@@ -287,9 +285,7 @@ def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.Monkey
 
 
 class Forgetful(SequenceState):
-    """Knows of every prompt the first token only, and holds no tree."""
-
-    can_fork = False
+    """Knows of every prompt the first token only."""
 
     def __init__(self) -> None:
         self.released = 0
@@ -341,11 +337,6 @@ def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
     waiting = request([1, 2, 3])
     assert not own.admit(waiting, 3)
     assert (waiting.computed, waiting.table.pages, own.pages.pool.num_used, state.released) == (0, [], 0, 1)
-
-
-def test_trees_need_every_state_to_fork() -> None:
-    assert sequences().can_fork
-    assert not sequences(Forgetful()).can_fork
 
 
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(1, 16))

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.made_up import decoding, request
 from volley.config import DecodingConfig
-from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
-from volley.engine.step import Step, Timings, accept, conclude, propose
+from volley.decode.late import Reading
+from volley.decode.work import NO_DRAFT, Ask, Kind, Proposal, Rule, Shape, Verdict, Work, Works
+from volley.engine.step import Step, Timings, accept, choose, conclude, propose
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.proposers.base import Proposer, Works
-from volley.types import Proposal, Verdict
+from volley.proposers.base import Proposer
 
 CHAIN, TREE = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 7, 3)
 COPY = Ask(Shape.COPY, Rule.GREEDY, 2)
@@ -26,8 +26,9 @@ class Noting(Speculative):
         super().__init__(DecodingConfig())
         self.seen: list[list[int]] = []
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         self.seen.append([work.request.request_id for work in works])
+        return Reading()
 
 
 def test_every_procedure_judges_all_its_works_at_once() -> None:
@@ -35,28 +36,28 @@ def test_every_procedure_judges_all_its_works_at_once() -> None:
     owners = [one, other, one, one, other]
     requests = [decoding([1, 2], request_id=i, procedure=owner) for i, owner in enumerate(owners)]
     step = Step([Work(own, NO_DRAFT) for own in requests], logits=torch.zeros(5, 3))
-    accept(step)
+    accept(step, choose(step))
     assert (one.seen, other.seen) == ([[0, 2, 3]], [[1, 4]])
     assert step.timings.verify > 0
 
 
 def test_a_step_without_logits_is_judged_by_nobody() -> None:
     with pytest.raises(AssertionError):
-        accept(Step([]))
+        choose(Step([]))
 
 
 def test_a_request_is_torn_until_all_of_a_verdict_is_taken() -> None:
-    class Cut(list[float]):
+    class Cut(list[Any]):
         def __getitem__(self, _: Any) -> Any:
             raise KeyboardInterrupt
 
     own = decoding([1, 2])
     work = Work(own, NO_DRAFT)
-    work.verdict, work.logprobs = Verdict(0, [5]), Cut()
+    work.verdict, work.scores = Verdict(0, [5]), Cut()
     with pytest.raises(KeyboardInterrupt):
         conclude(Step([work]), work, 0.0)
     assert own.is_torn
-    work.logprobs = []
+    work.scores = []
     own = work.request = decoding([1, 2])
     assert conclude(Step([work]), work, 0.0)
     assert not own.is_torn
@@ -122,6 +123,6 @@ def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
         (Rule.MATCH, 6, 9),
     ):
         propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]), Spy())
-        assert own.foreseen == foreseen
+        assert own.noise_used_until == foreseen
     propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
-    assert own.foreseen == 9, "a copy knows no noise"
+    assert own.noise_used_until == 9, "a copy knows no noise"

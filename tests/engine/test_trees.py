@@ -22,7 +22,7 @@ from tests.tiny import (
     teach,
 )
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Kind, Shape
+from volley.decode.work import Ask, Kind, Shape, Verdict, Works
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.errors import ConfigError
@@ -30,9 +30,7 @@ from volley.models.targets.target import Target
 from volley.policies.base import View
 from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
-from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
-from volley.types import Verdict
 
 COUNT = 20
 PROMPTS = random_prompts(7, longest=35, seed=1)
@@ -58,7 +56,7 @@ def tempt(engine: Engine) -> None:
             logits[rows, (token + 1) % VOCAB] = best + 1
             return logits, hidden
 
-    engine.proposer = Tempted(inner.model, inner.config)
+    engine.core.proposer = Tempted(inner.model, inner.config)
 
 
 def watch(engine: Engine) -> list[Verdict]:
@@ -81,7 +79,7 @@ def taught(pair: Pair, **options: Any) -> Engine:
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     results = list(engine.generate(prompts, PARAMS))
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
     assert all(length <= engine.block_size for result in results for length in result.stats.accepted_lengths)
     return [result.token_ids for result in results]
 
@@ -130,14 +128,14 @@ def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:
     policy = EveryOther()
     engine = taught(pair, tree_nodes=None, policy=policy, max_batch_tokens=40)
     kinds: set[frozenset[Kind]] = set()
-    forward = engine.runner.forward
+    forward = engine.core.runner.forward
 
     class Spy(Runner):
         def forward(self, step: Step) -> None:
             kinds.add(frozenset(work.kind for work in step.works))
             forward(step)
 
-    engine.runner = Spy(pair.target, engine.runner.store)
+    engine.core.runner = Spy(pair.target, engine.core.runner.store)
     assert run(engine) == expected()
     assert frozenset({Shape.CHAIN, Shape.TREE}) in policy.shapes
     assert frozenset({Kind.PREFILL, Kind.DECODE}) in kinds
@@ -161,9 +159,9 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
         whole = decode_until(fresh, request.token_ids[: request.computed], request.computed + 1)
         assert whole.computed == request.computed
         for own in (engine, fresh):
-            own.sequences.settle()
+            own.core.sequences.settle()
         for stores in (
-            (engine.runner.store, fresh.runner.store),
+            (engine.core.runner.store, fresh.core.runner.store),
             (block_proposer(engine).model.store, block_proposer(fresh).model.store),
         ):
             rows = [own.table.slot_array(0, own.computed) for own in (request, whole)]
@@ -180,7 +178,7 @@ def test_answers_written_by_trees_are_found_as_prefixes(pair: Pair) -> None:
     assert run(engine, PROMPTS[:2]) == expected()[:2]
     for prompt, answer in zip(PROMPTS[:2], expected(), strict=False):
         turn = [*prompt, *answer, 5, 6]
-        engine.proposer = untaught
+        engine.core.proposer = untaught
         (second,) = engine.generate([turn], PARAMS)
         assert second.token_ids == greedy(pair.hf, turn, COUNT)
         assert second.stats.cached_tokens >= len(prompt) + COUNT - 5
@@ -216,7 +214,7 @@ def test_the_end_of_context_and_pool_clips_the_tree(num_pages: int) -> None:
 
 
 def test_a_tree_takes_no_pages_from_other_requests(pair: Pair) -> None:
-    """Where a chain needs no preemption, a tree needs none either."""
+    """A tree needs no preemption if a chain needs none."""
     two = PROMPTS[:2]
     pages = sum(-(-(len(prompt) + COUNT) // 4) for prompt in two)
     engine = taught(pair, num_pages=pages, tree_nodes=40)

@@ -31,7 +31,6 @@ DFLASH2 = {
 SPECULATORS = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 3}
 STATE, WIDTH = 6, 7
 DOMINO = {"projector_type": "domino", "emb_dim": WIDTH, "gru_hidden_dim": STATE, "pure_draft_prefix_len": 1}
-DSPARK = {"projector_type": "dspark", "markov_rank": RANK}
 Tensors = Mapping[str, Tensor]
 
 
@@ -52,8 +51,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "dflash2 of speculators": {**speculators(), **DFLASH2, "speculators_model_type": "dflash2"},
     "domino": zlab({**DOMINO, "shift_label": False}, architectures=["DominoDraftModel"], emb_dim=WIDTH),
     "domino, shifted": zlab({**DOMINO, "shift_label": True, "block_size": 5}),
-    "gated": zlab({**DSPARK, "markov_head_type": "gated"}),
-    "rnn": zlab({**DSPARK, "markov_head_type": "rnn"}),
     "biased": zlab({}, attention_bias=True, **SLIDING),
     "biased of speculators": speculators(attention_bias=True),
     "causal": zlab({"causal": True}, **SLIDING),
@@ -86,20 +83,8 @@ def tensors_of(kind: str, config: DrafterConfig, seed: int = 0) -> dict[str, Ten
     if "domino" in kind:
         shapes |= {"prefix_gru.weight_ih_l0": (3 * STATE, H), "prefix_gru.weight_hh_l0": (3 * STATE, STATE)}
         shapes |= {"embed_proj.0.weight": (WIDTH, H + STATE), "embed_proj.2.weight": (VOCAB, WIDTH)}
-    if kind in ("gated", "rnn"):
-        shapes |= {f"markov_head.markov_{name}.weight": (VOCAB, RANK) for name in ("w1", "w2")}
-    if kind == "gated":
-        shapes |= {"markov_head.gate_proj.weight": (RANK, H + RANK), "markov_head.gate_proj.bias": (RANK,)}
-    if kind == "rnn":
-        shapes |= {
-            "markov_head.joint_proj.weight": (3 * RANK, 2 * RANK + H),
-            "markov_head.joint_proj.bias": (3 * RANK,),
-        }
     generator = torch.Generator().manual_seed(seed)
     found = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    for table in ("w1", "w2"):
-        if (name := f"markov_head.markov_{table}.weight") in found:
-            found[name] = 8 * found[name]  # a head that matters
     return {name: tensor + 1 if "norm" in name else tensor for name, tensor in found.items()}
 
 
@@ -195,23 +180,6 @@ def walk_domino(pair: Pair, tensors: Tensors, states: Tensor, logits: Tensor, an
     return tokens[1:]
 
 
-def walk_markov(tensors: Tensors, states: Tensor, logits: Tensor, anchor: int) -> list[int]:
-    """DSpark's heads with a gate, and with a state."""
-    own = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items() if "markov_head" in name}
-    tokens, carried = [anchor], torch.zeros(RANK)
-    for state, row in zip(states, logits, strict=True):
-        before = own["markov_w1.weight"][tokens[-1]]
-        if "gate_proj.weight" in own:
-            gate = own["gate_proj.weight"] @ torch.cat([state, before]) + own["gate_proj.bias"]
-            tokens.append(int((row + own["markov_w2.weight"] @ (torch.sigmoid(gate) * before)).argmax()))
-        else:
-            joint = own["joint_proj.weight"] @ torch.cat([carried, before, state]) + own["joint_proj.bias"]
-            gate, candidate, output = joint.chunk(3)
-            carried = torch.sigmoid(gate) * carried + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
-            tokens.append(int((row + own["markov_w2.weight"] @ torch.tanh(output)).argmax()))
-    return tokens[1:]
-
-
 def choose(kind: str, tensors: Tensors, states: Tensor, logits: Tensor, anchor: int) -> list[int]:
     tokens = [anchor]
     for state, row in zip(states, logits, strict=True):
@@ -240,8 +208,6 @@ def slow_draft(pair: Pair, kind: str, tensors: Tensors, text: Sequence[int], pos
     logits = pair.hf.get_output_embeddings()(states)
     if "domino" in kind:
         return walk_domino(pair, tensors, states, logits, text[-1])
-    if kind in ("gated", "rnn"):
-        return walk_markov(tensors, states, logits, text[-1])
     return choose(kind, tensors, states, logits, text[-1])
 
 
@@ -267,8 +233,6 @@ def test_drafts_are_those_of_the_definition(pair: Pair, tmp_path: Path, kind: st
         ("dflash2", "candidate_selector.successor_codebook"),
         ("domino", "prefix_gru.weight_hh_l0"),
         ("domino, shifted", "embed_proj.2.weight"),
-        ("gated", "markov_head.gate_proj.weight"),
-        ("rnn", "markov_head.joint_proj.weight"),
         *(("biased", f"layers.1.self_attn.{name}_proj.bias") for name in "qkvo"),
         ("causal", "causal"),
     ],
@@ -293,7 +257,7 @@ def test_a_reference_without_a_part_is_seen(
 def test_greedy_answers_are_the_targets(pair: Pair, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     write(tmp_path, kind)
     drafter = Drafter.from_pretrained(tmp_path, torch.float32)
-    if kind in ("domino", "domino, shifted", "rnn") and "tree_nodes" in options:
+    if kind in ("domino", "domino, shifted") and "tree_nodes" in options:
         with pytest.raises(ConfigError, match="grows no tree: its head has a state; use None"):
             Engine(pair.target, drafter, **options)
         return

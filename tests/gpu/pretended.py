@@ -54,11 +54,11 @@ class Counts:
     """Operations and kernels within graphs that were replayed; :attr:`operations` has ``a graph`` for each replay."""
     launched: int = 0
     finished: int = 0
-    """Of the launches, those that the host knows to be done: what it waited for came after them."""
+    """Number of launches that the host knows to be done: those before the one it waited for."""
     left: list[int] = field(default_factory=list)
     """Launches that were unfinished right after each wait: work that the device has meanwhile."""
     compiled: set[tuple[object, ...]] = field(default_factory=set)
-    """What Triton would have compiled so far; :meth:`clear` leaves it."""
+    """Kernels that Triton would have compiled so far; :meth:`clear` leaves it."""
 
     @property
     def unfinished(self) -> int:
@@ -324,7 +324,7 @@ class PretendedCuda(TorchDispatchMode):
 
 
 def _specialised(kernel: Any, given: list[Any], constants: dict[str, Any]) -> tuple[object, ...]:
-    """What Triton compiles a kernel anew for: constants, types, numbers that are 1 or multiples of 16, and aligned memory."""
+    """Return all that Triton compiles a kernel anew for: constants, types, numbers that are 1 or multiples of 16, alignment."""
     spared = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize") or ()
     kinds = list[object]()
     for name, value in zip(kernel.arg_names, given, strict=False):
@@ -338,13 +338,13 @@ def _specialised(kernel: Any, given: list[Any], constants: dict[str, Any]) -> tu
 
 
 def _is_view(result: Any, given: list[Any]) -> bool:
-    """Whether a result is memory that an operation was given: ``to`` and ``reshape`` may copy."""
+    """Return whether a result is memory that an operation was given: ``to`` and ``reshape`` may copy."""
     ours = {x.untyped_storage().data_ptr() for x in given if isinstance(x, Tensor)}
     return all(x.untyped_storage().data_ptr() in ours for x in tree_flatten(result)[0] if isinstance(x, Tensor))
 
 
 def _returned(result: Any, ours: list[OnDevice], others: list[Tensor]) -> Any:
-    """What an operation returns, on the device; an operation in place returns the tensor it was given."""
+    """Return an operation's result, on the device; an operation in place returns the tensor it was given."""
     known: dict[int, Tensor] = {id(x.inner): x for x in ours}
     copied = {id(x) for x in others}
 
@@ -370,7 +370,7 @@ def _is_advanced(key: Any) -> bool:
 
 
 def place() -> str:
-    """Where in volley the host is, or in what it called."""
+    """Return the line of volley at which the host is, or from which it called something else."""
     frames = [frame for frame in traceback.extract_stack() if "pretended_gpu" not in frame.filename]
     for part in ("/volley/", "/transformers/"):
         for frame in reversed(frames):

@@ -59,7 +59,7 @@ CASES = [
 
 
 class Both(NamedTuple):
-    """The same weights here and on the pretended device."""
+    """One set of weights, here and on the pretended device."""
 
     here: Pair
     target: Target
@@ -233,7 +233,7 @@ def test_a_step_waits_for_its_results_alone(
     ],
 )
 def test_what_the_host_decides_about_costs_one_wait_more(both: Both, params: SamplingParams, options: Any) -> None:
-    """It grows trees and counts what drafts repeat; log-probabilities are of tokens that it knows."""
+    """The host grows trees and counts what drafts repeat; log-probabilities are of tokens that it knows."""
     assert sum(waits_of_a_step(both.target, both.drafter, 2, params, **options).values()) == 2
 
 

@@ -53,7 +53,7 @@ SEEDED = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 def test_tokens_through_fixed_memory_on_a_cpu(
     both: Both, params: SamplingParams, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same path, with a call in place of a replay: requests of several lengths join and leave, so buckets change."""
+    """The path of graphs, with a call in place of a replay: requests of several lengths join and leave, so buckets change."""
     settle(monkeypatch)
     each = [replace(params, max_tokens=size) for size in (3, 8, 5, 1, 7)]
 
@@ -65,14 +65,14 @@ def test_tokens_through_fixed_memory_on_a_cpu(
         return found, engine
 
     expected, plain = run()
-    assert plain.runner.passes is None
+    assert plain.core.runner.passes is None
     monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
     ran: list[Any] = []
     capture = launching.capture
     monkeypatch.setattr(launching, "capture", lambda run, device: ran.append(run) or capture(run, device))
     found, fixed = run()
     assert found == expected
-    assert fixed.runner.passes is not None
+    assert fixed.core.runner.passes is not None
     assert len(ran) >= 2
 
 
@@ -119,7 +119,7 @@ def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: di
     captured: list[Any] = []
     with pretended_cuda():
         engine = Engine(both.target, both.drafter, **WARM, **options)
-        bare = memory_of(engine)["graphs"]
+        bare = memory_of(engine.core)["graphs"]
         with mock.patch.object(launching, "capture", note_captures(captured)):
             some_load(engine)
             assert captured, "or nothing is proven"
@@ -127,7 +127,7 @@ def test_no_graph_is_captured_while_a_warm_engine_serves(both: Both, options: di
         count, seconds = warm_up(engine)
         assert count > 2
         assert seconds > 0
-        assert memory_of(engine)["graphs"] == bare, "here a graph holds nothing"
+        assert memory_of(engine.core)["graphs"] == bare, "here a graph holds nothing"
         captured.clear()
         with mock.patch.object(launching, "capture", note_captures(captured)):
             some_load(engine, start=7)
@@ -143,9 +143,9 @@ def test_short_prompts_take_graphs_that_are_there_and_capture_none(both: Both, p
     for is_captured in (False, True):
         with pretended() as counts:
             engine = Engine(both.target, None, num_pages=64, prefix_caching=False)
-            assert engine.runner.passes is not None
+            assert engine.core.runner.passes is not None
             if is_captured:
-                run = engine.runner.passes.made_up([len(prompt) for prompt in prompts], 0, causal=True)
+                run = engine.core.runner.passes.made_up([len(prompt) for prompt in prompts], 0, causal=True)
                 assert run is not None
                 run()
             requests = [engine.add_request(prompt, params) for prompt in prompts]
@@ -158,7 +158,7 @@ def test_short_prompts_take_graphs_that_are_there_and_capture_none(both: Both, p
             engine.check_integrity()
         for request, result in zip(requests, expected, strict=True):
             assert request.token_ids[request.num_prompt :] == result.token_ids
-            assert request.prompt_logprobs == pytest.approx(result.prompt_logprobs or [])
+            assert [score.logprob for score in request.prompt_scores] == pytest.approx(result.prompt_logprobs or [])
 
 
 @pytest.mark.slow
@@ -203,11 +203,11 @@ def test_memory_is_reported_on_a_gpu_alone(both: Both, caplog: pytest.LogCapture
     with pretended_cuda():
         engine = Engine(both.target, both.drafter, policy="fixed", **WARM)
         with caplog.at_level("INFO", "volley"):
-            report_memory(engine)
+            report_memory(engine.core)
         assert "memory of cuda:0: target " in caplog.text
         assert "graphs " in caplog.text
     caplog.clear()
-    report_memory(Engine(both.here.target, both.here.drafter))
+    report_memory(Engine(both.here.target, both.here.drafter).core)
     assert not caplog.text
     assert warm_up(Engine(both.here.target, both.here.drafter))[0] == 0
 
@@ -224,9 +224,9 @@ def test_plain_decoding_and_verification_of_a_request_have_as_many_rows(both: Bo
             buckets = {Bucket.of([size], rows) for size in range(1, rows + 1)}
             assert buckets == {Bucket(1, rows, 1)}
             for size in range(1, rows + 1):
-                engine.runner.seconds(size, 1)
-            assert engine.runner.passes is not None
-            assert engine.runner.passes.num_graphs == 1
+                engine.core.runner.seconds(size, 1)
+            assert engine.core.runner.passes is not None
+            assert engine.core.runner.passes.num_graphs == 1
 
 
 def test_values_of_the_pass_before_are_seen(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +258,10 @@ def test_what_is_switched_off_or_cannot_be_captured_is_launched_by_operation(
 ) -> None:
     with pretended() as counts:
         engine = Engine(both.target, both.drafter, num_pages=64, policy="fixed", **options)
-        assert engine.runner.passes is None
-        assert engine.proposer is not None
-        assert engine.proposer.passes is None
-        assert engine.runner.store.num_slots == (64 + engine.capacity.cuda_graphs) * 16
+        assert engine.core.runner.passes is None
+        assert engine.core.proposer is not None
+        assert engine.core.proposer.passes is None
+        assert engine.core.runner.store.num_slots == (64 + engine.capacity.cuda_graphs) * 16
         assert not counts.operations["a graph"]
 
 
@@ -270,8 +270,8 @@ def test_a_drafter_of_some_tokens_has_graphs(both: Both) -> None:
     drafter = own_ends(list(range(0, 50, 2)), **DRAFTER)
     with pretended():
         engine = Engine(both.target, move(drafter), num_pages=64, policy="fixed")
-        assert engine.proposer is not None
-        assert engine.proposer.passes is not None
+        assert engine.core.proposer is not None
+        assert engine.core.proposer.passes is not None
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -285,7 +285,7 @@ def test_a_target_that_reads_values_of_the_device_is_launched_by_operation(reads
     with pretended():
         engine = kind.run(move(kind.hf), move(kind.drafter))
         assert engine.target.is_regular is not reads
-        assert (engine.runner.passes is None) is reads
+        assert (engine.core.runner.passes is None) is reads
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What else requests and models may be, on a pretended GPU: the CPU's tokens, no mixed devices, and how often a step waits."""
+"""Other requests and models on a pretended GPU: the CPU's tokens, no mixed devices, and few waits a step."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[Callable[[], Kind], int]] = {
 }
 """Each with the waits of a step of two requests, at most: one for each canvas, one for drafts that the host has to look at."""
 BY_OPERATION = {"short convolutions", "gated delta nets", "gated delta nets, trees"}
-"""Those whose passes of the target are no graphs."""
+"""Models whose target passes are no graphs."""
 QUICK = {"confidence head", "canvas, self-speculation", "experts"}
 """One of each sort, for every run of the tests; the others are among the slow ones."""
 
@@ -152,7 +152,7 @@ def test_tokens_are_the_cpus_and_waits_are_few(name: str, monkeypatch: pytest.Mo
                 waits.append(counts.waits.total())
                 assert waits[-1] <= most, f"a step waits too often: {dict(counts.waits)}"
         assert [own.token_ids[own.num_prompt :] for own in requests] == expected
-        passes = engine.runner.passes
+        passes = engine.core.runner.passes
         assert (passes is None or not passes.num_graphs) == (name in BY_OPERATION)
     assert waits or kind.params.diffusion is not None
     if kind.params.prompt_logprobs:

@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 def idle_and_busy(
     monkeypatch: pytest.MonkeyPatch, policy: str, params: SamplingParams, *, overlaps: bool = True
 ) -> dict[str, list[bool]]:
-    """Of each text and each call of a listener in a few steps of decoding: whether launches were unfinished."""
+    """Return for each text and each call of a listener in some steps of decoding whether launches were unfinished."""
     busy: dict[str, list[bool]] = {"text": [], "told": []}
     push = Detokenizer.push
 
@@ -35,7 +35,7 @@ def idle_and_busy(
             drafter = move(random_drafter(vocab_size=260, num_target_layers=2, target_layer_ids=(0, 1)))
         engine = Engine(target, drafter, policy=policy, num_pages=64)
         if not overlaps:
-            engine.overlap, engine.ahead.is_used = Overlap(torch.device("cpu")), False
+            engine.overlap, engine.core.ahead.is_used = Overlap(torch.device("cpu")), False
         for prompt in ([40, 50, 60], [77, 78], [100, 101, 9]):
             engine.add_request(prompt, params)
         engine.step()

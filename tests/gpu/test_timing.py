@@ -15,9 +15,9 @@ from volley.models.targets import rehearsal
 
 __all__ = ["both"]
 TIMED = {
-    "target passes": lambda engine: engine.runner.seconds(4, 2),
-    "context K/V and draft blocks": lambda engine: engine.proposer.seconds(8, 2),
-    "layers and choice": lambda engine: engine.proposer.timed_parts(8, 2),
+    "target passes": lambda engine: engine.core.runner.seconds(4, 2),
+    "context K/V and draft blocks": lambda engine: engine.core.proposer.seconds(8, 2),
+    "layers and choice": lambda engine: engine.core.proposer.timed_parts(8, 2),
 }
 
 

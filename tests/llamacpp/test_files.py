@@ -7,13 +7,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import CHAT_TEMPLATE
 from tests.llamacpp.running import SERVER, convert_all, llama_server
-from tests.models.gguf.converted import CASES, random_model, write
-from tests.models.gguf.files import bpe_tokenizer, write_model
+from tests.models.gguf.converted import CASES, random_model
+from tests.models.gguf.files import bpe_tokenizer, train_bpe, write_model
 from tests.models.gguf.files import random_model as random_llama
 from volley.models.gguf.model import load_model
 from volley.models.gguf.splits import SPLITS
@@ -60,15 +59,8 @@ def texts() -> list[str]:
 
 def greedy_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE that was trained on uncut text: where it is cut shows in its tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=["<|im_end|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts(), trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    splits = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return train_bpe(texts(), 4096, ["<|im_end|>"], splits, eos_token="<|im_end|>")
 
 
 @pytest.mark.parametrize("name", {split: name for name, split in SPLITS.items()}.values())
@@ -92,7 +84,7 @@ def test_files_of_the_converter_are_as_the_tests_write_them(tmp_path: Path) -> N
     convert_all(files, "f32")
     for case, theirs in zip(CASES, files.values(), strict=True):
         model, architecture = random_model(case), CASES[case][0]
-        own = gguf.GGUFReader(write(tmp_path / "own.gguf", model, architecture))
+        own = gguf.GGUFReader(write_model(tmp_path / "own.gguf", model, architecture))
         found = gguf.GGUFReader(theirs)
         stored = {one.name: one.data for one in found.tensors}
         assert stored.keys() == {one.name for one in own.tensors}, case

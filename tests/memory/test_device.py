@@ -1,12 +1,13 @@
 """Devices by name, and what is known of them."""
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from volley.errors import ConfigError
-from volley.memory.device import Device, find_device, peak_bytes, usable_device
+from volley.memory.device import Device, find_device, free_bytes, memory_bytes, peak_bytes, usable_device
 
 
 def test_auto_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,12 @@ def test_an_absent_device_is_named() -> None:
 
 def test_a_cpu_has_no_memory_of_its_own() -> None:
     assert find_device(torch.device("cpu")) == Device("cpu", None)
+
+
+def test_free_memory_is_a_part_of_the_machine_s() -> None:
+    free = free_bytes()
+    assert free is None or 0 < free < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_bytes(torch.device("cpu")) > 2**28
 
 
 @pytest.mark.slow

@@ -284,6 +284,18 @@ def test_rows_that_lie_otherwise(passed_on: list[AttentionOptions]) -> None:
     assert passed_on
 
 
+def test_a_single_token_lies_in_any_way(passed_on: list[AttentionOptions]) -> None:
+    """The stride between tokens means nothing there: PyTorch's operations in its place would give other bits than in a batch."""
+    torch.manual_seed(0)
+    case = Case([Segment(BlockTable(PAGE, [1, 0]), 11, 1)], (4, 2, 16), AttentionOptions(0.25))
+    batch, store = RaggedBatch(case.segments, torch.zeros(1, dtype=torch.long)), case.store()
+    q, k, v = torch.split(case.rows, [4, 2, 2], dim=1)
+    turned = q.as_strided(q.shape, (16, 16, 1), q.storage_offset())  # as transformers' rotation leaves one
+    assert turned.stride(0) != v.stride(0)
+    assert torch.equal(native_attention(batch, store, 1, turned, k, v, case.options), case.run(native_attention)[0])
+    assert not passed_on
+
+
 def test_a_plan_serves_all_layers_of_one_window() -> None:
     batch = RaggedBatch([Segment(BlockTable(PAGE, [0]), 0, 3)], torch.zeros(3, dtype=torch.long))
     assert module.attention_plan(batch, None) is module.attention_plan(batch, None)

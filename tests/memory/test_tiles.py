@@ -1,4 +1,4 @@
-"""What a kernel for pages reads of a batch; that it attends by it is seen in ``kernels/test_attention.py``."""
+"""The description of a batch for a kernel of pages; ``kernels/test_attention.py`` tests attention by it."""
 
 import torch
 

@@ -17,7 +17,7 @@ CONTEXT.set_forkserver_preload(["tests.models.targets.test_sharded", "volley.cli
 
 class Ended(NamedTuple):
     result: Any
-    """What the work of rank 0 returned, or its exception."""
+    """Return the result of rank 0's work, or its exception."""
     exit_codes: list[int | None]
 
 

@@ -58,7 +58,7 @@ def make_model(name: str) -> PreTrainedModel:
 
 
 def answers_of(target: Target, prompts: list[list[int]], known: list[list[int]]) -> list[list[int]]:
-    """Of an engine with small chunks and pages, whose drafts are wrong in one token of five."""
+    """Return the answers of an engine with small chunks and pages, whose drafts are wrong in one token of five."""
     table = {tuple(prompt): answer for prompt, answer in zip(prompts, known, strict=True)}
 
     def script(work: Work[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What tests of several kernels need."""
+"""Fixtures of several kernels' tests."""
 
 from collections.abc import Iterator
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from volley import native
 from volley.native import blocks
 from volley.native.codes import LaidOut, lay_out, put_rows, put_rows_slowly
-from volley.native.formats import STORED, StackedCodes, StoredBlocks
+from volley.native.packing import StackedCodes, StoredBlocks
+from volley.weights import STORED
 
 pytestmark = [
     pytest.mark.skipif(not native.is_built, reason="the library was not built"),
@@ -29,7 +30,7 @@ SCALES = {
     "Q2_K": (80, 82),
     "MXFP4": (),
 }
-"""Where a block's fp16 numbers are; of other types before all."""
+"""Offsets of a block's fp16 numbers; in other types they come first."""
 
 
 def assert_equal(found: Tensor, expected: Tensor) -> None:
@@ -78,17 +79,25 @@ def test_stacked_blocks_are_read_in_order(kind: str, sizes: list[int]) -> None:
     ]
 
     class Source:
+        in_blocks = True
+
         def __init__(self, stored: StoredBlocks) -> None:
-            self.format, self._stored = of, stored
+            self.format, self._stored, self.held = of, stored, list[slice]()
 
         def rows(self, rows: slice) -> StoredBlocks:
+            self.held.append(rows)
             return StoredBlocks(of, self._stored.blocks[rows])
 
-    stacked = StackedCodes([Source(part) for part in parts], sizes)
+        def forget(self, rows: slice) -> None:
+            self.held.remove(rows)
+
+    sources = [Source(part) for part in parts]
+    stacked = StackedCodes(sources, sizes)
     shape = torch.empty(sum(sizes), of.scaled_inputs, device="meta")
     found = lay_out(shape, of, stacked)
     expected = lay_out(shape, of, Source(StoredBlocks(of, np.concatenate([part.blocks for part in parts]))))
     assert torch.equal(found.codes, expected.codes)
+    assert not any(source.held for source in sources)
 
 
 def test_sizes_are_the_format_s() -> None:
@@ -110,7 +119,7 @@ def test_any_bytes(kind: str, rows: int, count: int, seed: int) -> None:
     seed=st.integers(0, 10_000),
 )
 def test_usual_scales(kind: str, exponent: int, rows: int, seed: int) -> None:
-    """Those of a matrix are of one size, if they are not zero; such as fp16 has with few bits only, too."""
+    """Scales of a matrix are of one size, if they are not zero, and fp16 numbers with few bits."""
     generator = np.random.default_rng(seed)
     size = blocks.BYTES[kind]
     data = generator.integers(0, 256, (rows, 4, size), dtype=np.uint8)

@@ -5,7 +5,8 @@ import torch
 
 from tests.native.codes import OF_CODES, made_up
 from volley.native.codes import quantise_finely, quantise_int4
-from volley.native.formats import FORMATS, PACK, Codes, Format, StackedCodes, packed, stacked, unpacked
+from volley.native.packing import Codes, StackedCodes, packed, stacked, unpacked
+from volley.weights import FORMATS, PACK, Format
 
 
 def test_a_weight_is_codes_times_scales() -> None:

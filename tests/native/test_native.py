@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
-from tests.native.codes import made_up
+from tests.native.codes import OF_CODES, SMALL_FLOATS, made_up, made_up_floats
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
 from volley.native import Product, Weights, sampling
 from volley.native.codes import quantise_int4, quantise_int8
-from volley.native.formats import BLOCK, FORMATS, GROUP, LARGE, STORED, WEIGHTS, Codes
+from volley.native.packing import Codes
+from volley.weights import BLOCK, FORMATS, GROUP, LARGE, WEIGHTS
 
+STORED = [name for name in OF_CODES if name not in WEIGHTS]
+"""Formats of the types of GGUF files."""
 pytestmark = needs_kernels
 ULP = 2**-7
 """Two neighbouring bf16 numbers differ by at most this fraction: a sum in another order may round to the next one."""
@@ -250,7 +253,7 @@ def exact_outputs(x: Tensor, codes: Codes) -> tuple[Tensor, Tensor]:
     return exact_inputs(x, codes.format.group), codes.dense()
 
 
-@given(**{**PRODUCTS, "kind": st.sampled_from(list(STORED)), "inputs": st.integers(1, 3)})
+@given(**{**PRODUCTS, "kind": st.sampled_from(STORED), "inputs": st.integers(1, 3)})
 def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
     kind: str, rows, outputs, inputs, biased, gap, level, seed
 ) -> None:
@@ -263,7 +266,7 @@ def test_products_of_stored_codes(  # type: ignore[no-untyped-def]
 
 
 @given(
-    kinds=st.lists(st.sampled_from(list(STORED)), min_size=2, max_size=4),
+    kinds=st.lists(st.sampled_from(STORED), min_size=2, max_size=4),
     rows=st.integers(1, 20),
     level=st.sampled_from(LEVELS or [0]),
     seed=SEEDS,
@@ -296,10 +299,47 @@ def assert_rows_stand_alone(product: Callable[[Tensor], Tensor], x: Tensor) -> N
 
 
 def product_of(kind: str, outputs: int, inputs: int) -> Product:
-    """Of any weight, or of codes that are stored so."""
+    """Return the product of a random weight, or of codes in this format."""
     if kind in STORED:
         return product_of_codes(made_up(kind, outputs, inputs), bias=randn(outputs))
+    if kind in SMALL_FLOATS:
+        return product_of_floats(made_up_floats(kind, outputs, inputs), randn(outputs))
     return Product(randn(outputs, inputs), randn(outputs), kind)  # type: ignore[arg-type]
+
+
+def product_of_floats(codes: Codes, bias: Tensor | None) -> Product:
+    outputs = len(codes.codes)
+    shape = torch.empty(outputs, codes.codes.shape[1] * 8 // codes.format.bits, device="meta")
+    return Product(shape, bias, "bf16", [(codes, outputs)])
+
+
+@given(
+    kind=st.sampled_from(SMALL_FLOATS),
+    rows=st.integers(1, 70),
+    outputs=st.integers(1, 50),
+    groups=st.integers(1, 9),
+    level=st.sampled_from(LEVELS or [0]),
+    seed=SEEDS,
+)
+def test_small_floats_multiply_as_the_decoded_weight(  # type: ignore[no-untyped-def]
+    kind: str, rows, outputs, groups, level, seed
+) -> None:
+    """To the bit: they become the same bf16 numbers, and are summed in the same order."""
+    torch.manual_seed(seed)
+    codes, bias, x = made_up_floats(kind, outputs, groups * GROUP), randn(outputs), randn(rows, groups * GROUP)
+    dense = codes.dense().bfloat16()
+    with kernels_of(level):
+        product = product_of_floats(codes, bias)
+        assert torch.equal(product(x), Product(dense, bias, "bf16")(x))
+    assert torch.equal(product.weight(), dense)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(product.codes()[0][1:], codes[1:], strict=True))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("FP8", 8.0), ("NVFP4", 4.5)])
+def test_small_floats_take_the_memory_of_their_file(kind: str, bits: float) -> None:
+    torch.manual_seed(0)
+    product = product_of_floats(made_up_floats(kind, 64, 2816), None)
+    assert product.nbytes <= 1.07 * 64 * 2816 * bits / 8
 
 
 FORMATS_OF_ALL = pytest.mark.parametrize("kind", FORMATS)
@@ -317,7 +357,7 @@ def test_a_row_is_the_same_among_others(kind: str, level: int, outputs: int, inp
         assert_rows_stand_alone(product_of(kind, outputs, inputs), x)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "bf16"])
+@pytest.mark.parametrize("kind", OF_CODES)
 def test_codes_give_the_same_on_all_instructions(kind: str) -> None:
     torch.manual_seed(0)
     product, x = product_of(kind, 50, 768), randn(70, 768)
@@ -419,8 +459,13 @@ BITS = {
     "IQ4_NL": 4.5,
     "IQ4_XS": 4.25,
     "MXFP4": 4.25,
+    "IQ3_XXS": 4.3125,
+    "IQ3_S": 4.3125,
+    "IQ2": 3.5625,
+    "IQ1": 3.5625,
+    "TQ": 2.3125,
 }
-"""Of a weight, in a file."""
+"""Bits of a weight, in a file; of the last five, which unpack the codes of a file, in memory."""
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 37])

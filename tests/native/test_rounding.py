@@ -10,7 +10,7 @@ from tests.native.codes import OF_CODES, made_up
 from tests.tiles import needs_kernels
 from volley.native import GROUP, Codes, Weights
 from volley.native.codes import LaidOut, lay_out, put_rows_slowly
-from volley.native.formats import FORMATS, LARGE, WEIGHTS
+from volley.weights import FORMATS, LARGE, WEIGHTS
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("threads")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

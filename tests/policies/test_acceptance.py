@@ -35,7 +35,7 @@ def test_acceptance_is_calibrated_by_kind_and_by_request() -> None:
 
 
 def test_another_text_is_soon_known() -> None:
-    """Of slots that are right nine times in ten, and then once in ten, in a request each."""
+    """Slots are right nine times in ten, and then once in ten, in a request each."""
     acceptance, random = Acceptance(), np.random.default_rng(0)
     for request, chance in enumerate((0.9, 0.1)):
         for _ in range(50):
@@ -57,7 +57,7 @@ def test_gains_are_products_and_end_at_the_price() -> None:
 
 
 def test_only_judged_slots_teach() -> None:
-    """What lies behind the first error was never judged, and must not be learnt from."""
+    """Slots behind the first error were never judged, and must not be learnt from."""
     one, two = Acceptance(), Acceptance()
     for _ in range(16):
         one.observe(0, 0, [0.9, 0.5, 0.5], [False] * 3)

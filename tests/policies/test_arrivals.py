@@ -8,7 +8,7 @@ from volley.policies.arrivals import LATER, SELDOM, Arrivals
 
 
 def test_a_first_token_comes_at_most_15_percent_later() -> None:
-    """What a cycle takes beyond a plain one is at most 0.15 of a plain first token, though its time is seen with drafts."""
+    """A cycle may take 0.15 of a plain first token beyond a plain cycle, though its time is seen with drafts."""
     arrivals = Arrivals()
     arrivals.came()
     for number in range(1000):

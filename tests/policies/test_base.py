@@ -1,4 +1,4 @@
-"""What a policy is offered and may ask for, and what it is when it decides nothing else."""
+"""A policy is offered views and may ask for drafts; its defaults decide the rest."""
 
 from collections.abc import Sequence
 

@@ -19,7 +19,7 @@ def test_costs_are_measured_when_needed_and_interpolated() -> None:
 
     cost = PassCost(measure)
     assert cost(20, 1) == pytest.approx(truth(20, 1), rel=0.05)
-    assert max(calls.count(call) for call in calls) == 2, "at two times, or a slow moment would count"
+    assert all(calls.count((tokens, 1)) == 2 for tokens in (1, 8)), "at two times, or a slow moment would count"
     assert max(tokens for tokens, _ in calls) == 32, "no more than was asked for"
     before = len(calls)
     assert np.diff(cost.expected(np.arange(1, 32), 1)).min() >= 0
@@ -33,15 +33,15 @@ def test_only_new_sizes_are_timed() -> None:
     calls: list[int] = []
     cost = PassCost(lambda tokens, requests: calls.append(tokens) or truth(tokens, requests))  # type: ignore[func-returns-value]
     assert cost.time(30)
-    assert not cost.time(32)
-    assert cost.time(33)
-    assert sorted(calls) == sorted([1, 2, 4, 8, 16, 32, 64] * 2)
+    assert not cost.time(64)
+    assert cost.time(65)
+    assert sorted(calls) == [1, 1, 8, 8, 32, 32, 128], "once, if smaller ones suggest as much"
     assert cost.time(1000)
     assert not cost.time(2000), "larger ones than 512 are taken to go on as before"
 
 
 @pytest.mark.parametrize(
-    ("each", "most", "longest"), [(1e-4, 512, 512), (1e-4, 64, 64), (4e-3, 512, 32), (1.0, 512, 4)]
+    ("each", "most", "longest"), [(1e-4, 512, 512), (1e-4, 130, 128), (4e-3, 512, 32), (1.0, 512, 8)]
 )
 def test_passes_are_timed_ahead_unless_they_take_long(each: float, most: int, longest: int) -> None:
     calls: list[int] = []
@@ -52,7 +52,7 @@ def test_passes_are_timed_ahead_unless_they_take_long(each: float, most: int, lo
 
     cost = PassCost(measure)
     cost.rehearse(most)
-    assert max(calls) == longest, "the largest of a quarter of a second, or three sizes"
+    assert max(calls) == longest, "the largest of a quarter of a second, or two sizes"
     assert not cost.time(longest)
 
 
@@ -62,13 +62,13 @@ def test_what_was_learnt_holds_where_another_measures() -> None:
     cost.measured_by(lambda tokens, requests: calls.append(tokens) or truth(tokens, requests))  # type: ignore[func-returns-value]
     assert cost(8, 1) == pytest.approx(truth(8, 1), rel=0.1)
     assert not calls
-    cost(16, 1)
-    assert set(calls) == {16}
+    cost(32, 1)
+    assert set(calls) == {32}
 
 
 def test_a_size_that_was_interrupted_counts_little() -> None:
     """Whenever it was timed. It may be as dear as a larger one, and a little above the line between two others."""
-    cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] in {2, 16, 32} else 1)), PassCost(truth)
+    cost, quiet = PassCost(lambda *size: truth(*size) * (3 if size[0] == 32 else 1)), PassCost(truth)
     cost(128, 1)
     quiet(128, 1)
     for tokens in (1, 2, 4, 16, 20, 24, 40, 64):
@@ -85,7 +85,7 @@ def test_small_passes_may_be_dearer_than_the_line_between_others() -> None:
     cost = PassCost(bent)
     cost(64, 1)
     for tokens in (1, 8, 16, 32, 64):
-        assert cost(tokens, 1) == pytest.approx(bent(tokens, 1), rel=0.01)
+        assert cost(tokens, 1) == pytest.approx(bent(tokens, 1), rel=0.08)
 
 
 @pytest.mark.parametrize("timed", [8, 16, 32])
@@ -107,7 +107,7 @@ def test_what_plain_steps_take_beside_their_passes_does_not_make_large_ones_dear
         cost.observe(requests, requests, bent(requests, 1) + beside)
     assert cost(requests, requests) == pytest.approx(bent(requests, 1) + beside, rel=0.03)
     for tokens in (2 * requests, 4 * requests, 8 * requests):
-        assert cost(tokens, requests) == pytest.approx(bent(tokens, 1) + beside, rel=0.12)
+        assert cost(tokens, requests) == pytest.approx(bent(tokens, 1) + beside, rel=0.15)
 
 
 def test_steps_that_are_faster_than_the_table_are_believed() -> None:
@@ -120,7 +120,7 @@ def test_steps_that_are_faster_than_the_table_are_believed() -> None:
         assert cost(tokens, 8) == pytest.approx(0.5 * bent(tokens, 1), rel=0.15)
 
 
-@pytest.mark.parametrize("bad", range(18))
+@pytest.mark.parametrize("bad", range(6))
 def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
     """Whichever of the measurements it falls on."""
     asked = 0
@@ -133,7 +133,7 @@ def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
     cost, quiet = PassCost(measure), PassCost(truth)
     for tokens, requests in [(48, 8), (64, 16), (256, 16), (8, 8)]:
         assert cost(tokens, requests) == pytest.approx(quiet(tokens, requests), rel=0.05)
-    assert asked == 18, "the bad moment was among them"
+    assert asked > 6 or bad < 4, "a large pass is timed again, small ones always are"
 
 
 def test_more_tokens_never_take_less() -> None:
@@ -152,7 +152,7 @@ def test_large_passes_are_those_of_many_requests() -> None:
         return truth(tokens, requests, each=0.0) + 2e-6 * tokens * (tokens / requests)
 
     cost = PassCost(measure)
-    for tokens in (64, 128, 256, 512):
+    for tokens in (32, 128, 512):
         assert cost(tokens, 1) == pytest.approx(measure(tokens, tokens // 8), rel=0.05)
 
 
@@ -198,7 +198,7 @@ def test_steps_of_sizes_that_were_never_timed_teach_nothing() -> None:
 
 
 def test_passes_that_take_no_time_at_all_cost_nothing() -> None:
-    """What a proposer says that does not time itself."""
+    """Cost of a proposer that does not time itself."""
     cost = PassCost(lambda tokens, requests: 0.0)
     cost.time(8)
     cost.observe(4, 1, 1e-6)

@@ -67,11 +67,11 @@ def test_many_requests_weigh_the_rows_of_all() -> None:
 
 
 def test_no_draft_costs_what_a_pass_without_one_goes_over() -> None:
-    """Sixteen tokens are free: of nine requests a token each, but not two."""
-    costs = PassCost(lambda tokens, _: max(1.0, tokens / 16))
-    gains = {1: 8.0, 2: 8.0, 4: 8.0}  # of two passes over 72 tokens, which take nine times as long as one over 9
-    assert play(DraftSteps(costs), gains, 400, requests=9)[0] > 300
-    assert play(DraftSteps(costs, plain=2), gains, 400, requests=9)[1] > 300
+    """Eight tokens are free: of five requests a token each, but not two."""
+    costs = PassCost(lambda tokens, _: max(1.0, tokens / 8))
+    gains = {1: 8.0, 2: 8.0, 4: 8.0}  # of two passes over 40 tokens, which take ten times as long as one over 5
+    assert play(DraftSteps(costs), gains, 400, requests=5)[0] > 300
+    assert play(DraftSteps(costs, plain=2), gains, 400, requests=5)[1] > 300
 
 
 def test_lengths_and_temperatures_are_kept_apart() -> None:
@@ -105,7 +105,7 @@ def test_a_canvas_rides_behind_drafts_that_are_likely_to_be_right(*, is_greedy: 
     chooser, sure, vague = DraftSteps(flat(token=0.05)), [0.99] * 7, [0.2] * 7
 
     def rides(confidence: list[float]) -> bool:
-        return chooser.rides(confidence, LENGTH, LENGTH, 1, is_greedy=is_greedy)
+        return chooser.should_fuse(confidence, LENGTH, LENGTH, 1, is_greedy=is_greedy)
 
     for _ in range(60):
         chooser.note_right(sure, 7, is_greedy=is_greedy)
@@ -123,9 +123,9 @@ def test_a_canvas_rides_where_its_rows_cost_less_than_it_may_save() -> None:
         chooser = DraftSteps(flat(token=token))
         for cycle in range(200):
             chooser.note_right([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
-        assert chooser.rides([0.7] * 7, LENGTH, LENGTH, 1, is_greedy=True) == expected
+        assert chooser.should_fuse([0.7] * 7, LENGTH, LENGTH, 1, is_greedy=True) == expected
     free = DraftSteps(PassCost(lambda tokens, _: max(1.0, tokens / 16)))
     for requests, expected in ((1, True), (16, False)):
         for cycle in range(200):
             free.note_right([0.7] * 7, 7 if cycle % 2 else 3, is_greedy=True)
-        assert free.rides([0.7] * 7, LENGTH, LENGTH, requests, is_greedy=True) == expected
+        assert free.should_fuse([0.7] * 7, LENGTH, LENGTH, requests, is_greedy=True) == expected

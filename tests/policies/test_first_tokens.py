@@ -14,14 +14,13 @@ import pytest
 
 from tests.engine.test_scheduler import World
 from tests.made_up import with_batch
-from volley.decode.work import Kind, Shape, Work
+from volley.decode.work import Kind, Proposal, Shape, Verdict, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
 from volley.policies.fixed import Fixed
 from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
-from volley.types import Proposal, Verdict
 
 BLOCK = 16
 LATER = 1.15
@@ -30,7 +29,7 @@ LATER = 1.15
 
 @dataclass(frozen=True)
 class Machine:
-    """What passes take, in seconds."""
+    """Seconds of passes."""
 
     base: float = 4.5e-3
     token: float = 0.4e-3
@@ -63,7 +62,7 @@ class Server(World):
     """Answers prompts that come at random; drafts are right as often as they claim, copies in nine of ten tokens."""
 
     is_told = True
-    """Whether the policy gets to know that prompts come."""
+    """The policy gets to know that prompts come, or does not."""
 
     def __init__(self, policy: Policy, machine: Machine, clock: Clock, block_size: int) -> None:
         self.machine, self.clock = machine, clock

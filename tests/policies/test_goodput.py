@@ -1,4 +1,4 @@
-"""What goodput decides where costs and chances are known."""
+"""Decisions of goodput where costs and chances are known."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def test_the_plan_that_was_not_chosen_is_tried_as_often_as_that_is_cheap() -> No
     """Two slots of 0.5 make 1.75 tokens in 1.6 units of time and the draft's, plain decoding 1 in 1.2: a seventh more or less."""
     for draft, least, most in ((0.24, 0.85, 0.99), (1.1, 0.005, 0.1)):
         policy = goodput(token=0.05, draft=draft)
-        drafted, _ = played(policy, [False] * 4, 500, np.random.default_rng(0), lambda _, size: np.full(size, 0.5))
+        drafted, _ = played(policy, [False] * 4, 1500, np.random.default_rng(0), lambda _, size: np.full(size, 0.5))
         assert least < drafted[100:].any(axis=1).mean() < most
 
 

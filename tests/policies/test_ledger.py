@@ -1,4 +1,4 @@
-"""What the ledger allows to lose, and that it stands in the way of no gain."""
+"""The ledger bounds losses, and stands in the way of no gain."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a policy sees of drafts, what is cut, and what it is told became of them."""
+"""A policy sees drafts, some are cut, and it is told what became of them."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,10 @@ import torch
 from tests.made_up import decoding, lattice_of
 from volley.decode.lookup import found_confidence
 from volley.decode.tree import expand
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.pacing import conclude, trim
 from volley.procedures.request import Request
-from volley.types import Proposal, Verdict
 
 TREE = expand(lattice_of(torch.randn(3, 9, generator=torch.Generator().manual_seed(0))), 8)
 

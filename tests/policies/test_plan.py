@@ -44,7 +44,7 @@ def made_gains(counts: list[int], blocks: int, seed: int) -> dict[int, FloatArra
 def expected(
     costs: Costs, counts: list[int], gains: dict[int, FloatArray], trust: list[float], options: list[int]
 ) -> Plan:
-    """What an option for each kind promises, block by block and slot by slot."""
+    """Compute what an option for each kind promises, block by block and slot by slot."""
     plan = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
     for kind, chances in gains.items():
         size, price = OPTIONS[options[kind]]

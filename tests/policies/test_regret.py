@@ -52,7 +52,7 @@ class World:
         return self.tokens(size) * self.target(self.requests, self.requests) / seconds
 
     def play(self, cycles: int, warm_up: int = 0) -> float:
-        """The same of goodput, over ``cycles`` after the first ones."""
+        """Tokens of a request in a plain step's time with goodput, over ``cycles`` after the first ones."""
         random = np.random.default_rng(self.seed)
         policy = Goodput(uses_lookup=False)
         costs = Costs(
@@ -124,7 +124,7 @@ def test_a_drafter_that_pays_is_never_worse_than_none_whatever_it_claims(world: 
 def test_a_drafter_that_knows_how_often_it_is_right_is_used_nearly_as_well_as_by_the_best_fixed_size(
     world: World,
 ) -> None:
-    """Of 200 such worlds at random the worst reached 0.93 of the best size."""
+    """The worst of 200 such worlds at random reached 0.93 of the best size."""
     world = replace(world, claimed=world.right)
     best = max(map(world.rate, range(BLOCK)))
     if best > 1.2:

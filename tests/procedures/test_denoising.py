@@ -17,7 +17,7 @@ from volley.decode.sampling import PositionNoise, token_probs
 from volley.decode.work import Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.families import FAST_DLLM, LLADA2, SDAR
+from volley.models.targets.families import FAST_DLLM, SDAR
 from volley.models.targets.target import Target
 from volley.procedures.denoising import Denoising
 from volley.procedures.request import Request
@@ -30,7 +30,7 @@ BOTH_WAYS = replace(SDAR, writes_causally=True)
 class Masked(NamedTuple):
     target: Target
     hf: PreTrainedModel
-    """The same weights under transformers' own attention."""
+    """Return the model with the same weights under transformers' own attention."""
 
 
 def masked_model(family: BlockDiffusion, seed: int = 0, **changes: Any) -> Masked:
@@ -103,7 +103,7 @@ def sdar_reveals(own: DiffusionParams, masked: list[int], sure: Tensor, probs: T
 
 
 Change = Callable[[Tensor, list[int]], Tensor]
-"""What a rule makes of logits ``[L, V]`` where ``output`` has come out."""
+"""Return a rule's result for logits ``[L, V]`` after ``output``."""
 
 
 def dense_sdar(
@@ -162,37 +162,6 @@ def dense_fast_dllm(
                     if sure[slot] > own.threshold or slot == surest:
                         tokens[start + slot], is_masked[slot] = int(found[slot]), False
                 step, passes = step + 1, passes + 1
-    return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
-
-
-def dense_llada2(
-    model: Masked, prompt: list[int], params: SamplingParams, own: DiffusionParams
-) -> tuple[list[int], int]:
-    length, noise, tokens, passes = own.canvas_length, PositionNoise(params.seed or 0), list(prompt), 0
-    assert length is not None
-    while len(tokens) < len(prompt) + params.max_tokens:
-        start = len(tokens) // length * length
-        given = len(tokens) - start
-        tokens += [MASK] * (length - given)
-        masked, post, step = list(range(given, length)), 0, 0
-        while True:
-            post += not masked
-            if post > 16:
-                break
-            rows = dense_logits(model.hf, tokens, length)[start:]
-            found, sure, _ = candidates(rows, params, noise, start, step)
-            step, passes = step + 1, passes + 1
-            placed = [slot for slot in range(given, length) if slot not in masked]
-            edits = [slot for slot in placed if found[slot] != tokens[start + slot] and sure[slot] > own.edit_threshold]
-            reveal = [slot for slot in masked if sure[slot] > own.threshold]
-            if masked and not reveal:
-                reveal = [max(masked, key=lambda slot: float(sure[slot]))]
-            was_full = not masked
-            for slot in [*edits, *reveal]:
-                tokens[start + slot] = int(found[slot])
-            masked = [slot for slot in masked if slot not in reveal]
-            if was_full and not edits:
-                break
     return tokens[len(prompt) : len(prompt) + params.max_tokens], passes
 
 
@@ -285,24 +254,6 @@ def test_fast_dllm_is_the_dense_loop(fast_dllm: Masked, length: int, sub_block: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_llada2_edits_as_the_dense_loop_does(sdar: Masked, temperature: float) -> None:
-    target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
-    diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
-    params = SamplingParams(max_tokens=13, temperature=temperature, seed=5, diffusion=diffusion)
-    compare(Masked(target, sdar.hf), dense_llada2, prompts_around(8), params)
-
-
-def test_edited_tokens_have_the_log_probability_of_the_pass_that_put_them_there(sdar: Masked) -> None:
-    target = Target(copy.deepcopy(sdar.hf), None, replace(LLADA2, mask_token_id=MASK))
-    diffusion = DiffusionParams(canvas_length=8, threshold=0.3, edit_threshold=0.15)
-    (result,) = Engine(target).generate([[1, 2, 3]], SamplingParams(max_tokens=13, logprobs=True, diffusion=diffusion))
-    assert result.logprobs is not None
-    assert len(result.logprobs) == 13
-    assert all(logprob < 0 for logprob in result.logprobs)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("own", STRATEGIES, ids=lambda own: own["strategy"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_log_probabilities_are_of_the_pass_that_chose_the_token(
@@ -356,7 +307,7 @@ def test_penalties_are_of_what_has_come_out(sdar: Masked) -> None:
 
 
 def test_a_canvas_ends_where_the_answer_does(sdar: Masked) -> None:
-    """Revealed tokens stay, so nothing behind a stop token or the last token need be known; an edit could change them."""
+    """Revealed tokens stay, so nothing behind a stop token or the last token need be known."""
     own = DiffusionParams(canvas_length=8, strategy="sequential", max_steps=8)
     params = SamplingParams(max_tokens=16, diffusion=own)
     engine = Engine(sdar.target, page_size=8)

@@ -17,18 +17,19 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import MASK, Masked, masked_model
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.late import Reading
 from volley.decode.rules import AtLeast
 from volley.decode.sampling import PositionNoise, race, token_probs
 from volley.decode.work import Kind, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
-from volley.models.targets.families import LLADA2, SDAR
+from volley.models.targets.families import SDAR
 from volley.models.targets.target import Target
 from volley.procedures.in_place import InPlace
 from volley.procedures.request import Request
 from volley.procedures.self_speculative import SelfSpeculative
 
-ONE = DiffusionParams(canvas_length=1, strategy="low_confidence_dynamic")  # LLaDA2's own rule edits
+ONE = DiffusionParams(canvas_length=1)
 AUTOREGRESSIVE = DiffusionParams(mode="autoregressive")
 
 
@@ -49,11 +50,10 @@ def answers(target: Target, prompts: Sequence[list[int]], own: SamplingParams, *
     return found
 
 
-@pytest.fixture(scope="module", params=["sdar", "llada2", "window"])
+@pytest.fixture(scope="module", params=["sdar", "window"])
 def model(request: pytest.FixtureRequest) -> Masked:
-    """The weights are Qwen3's in any case; what is LLaDA2's is its rule."""
     changes = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "layer_types": None}
-    return masked_model(LLADA2 if request.param == "llada2" else SDAR, **(changes if request.param == "window" else {}))
+    return masked_model(SDAR, **(changes if request.param == "window" else {}))
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +236,10 @@ class LeavesSeeAll(InPlace):
 class Eager(InPlace):
     """The first token of a draft is taken unseen."""
 
-    def absorb(self, works: Any, logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def absorb(self, works: Any, logits: Tensor) -> Reading:
+        super().absorb(works, logits).read()
         keep_first_drafted(works)
+        return Reading()
 
 
 class MaskMayBeChosen(InPlace):
@@ -377,7 +378,7 @@ def test_rules_follow_the_text_and_a_prompt_has_no_log_probabilities(sdar: Maske
 
 
 def test_the_logits_of_the_next_token_are_those_by_which_the_model_writes(sdar: Masked) -> None:
-    """What says whether two answers part at a tie looks at them."""
+    """The test of ties reads these logits."""
     engine, prompts = Engine(sdar.target, page_size=4), tiny.random_prompts(6, vocab=MASK)
     written = [result.token_ids for result in engine.generate(prompts, params(AUTOREGRESSIVE, max_tokens=3))]
     for prompt, tokens in zip(prompts, written, strict=True):

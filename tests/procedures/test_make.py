@@ -18,15 +18,15 @@ from volley.decode.rules import AtLeast
 from volley.errors import CheckpointError, ConfigError, MismatchError, UnsupportedModelError
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import load_target
-from volley.models.targets.families import FAST_DLLM, JOINT, LLADA2, SDAR
+from volley.models.targets.families import FAST_DLLM, JOINT, SDAR
 from volley.models.targets.target import Target
+from volley.params import DiffusionMode
 from volley.policies.cost import PassCost
 from volley.procedures.denoising import Denoising
 from volley.procedures.in_place import InPlace
 from volley.procedures.make import Procedures
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
-from volley.types import DiffusionMode
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,8 @@ def test_each_mode_has_its_procedure(procedures: Procedures) -> None:
     assert type(procedures.choose(SamplingParams())[0]) is Denoising
 
 
-@pytest.mark.parametrize("family", [SDAR, LLADA2])
-def test_a_model_whose_rows_predict_their_own_place_is_asked_by_masks(family: BlockDiffusion) -> None:
-    target = Target(tiny.eager_model(tiny.target_config()), None, replace(family, mask_token_id=3))
+def test_a_model_whose_rows_predict_their_own_place_is_asked_by_masks() -> None:
+    target = Target(tiny.eager_model(tiny.target_config()), None, replace(SDAR, mask_token_id=3))
     procedures = Procedures(target, Speculative(DecodingConfig()))
     for mode, kind in (("self", SelfSpeculative), ("autoregressive", InPlace)):
         procedure, _ = procedures.choose(SamplingParams(diffusion={"mode": mode}))  # type: ignore[arg-type]
@@ -87,7 +86,7 @@ def test_a_drafter_of_a_model_that_does_not_write_causally_is_refused() -> None:
 
 def test_what_is_not_said_is_the_models_own(procedures: Procedures) -> None:
     _, params = procedures.choose(SamplingParams(diffusion=DiffusionParams(threshold=0.5)))
-    own = {"mode": "diffusion", "threshold": 0.5, "edit_threshold": 0.9, "entropy_bound": 0.35}
+    own = {"mode": "diffusion", "threshold": 0.5, "entropy_bound": 0.35}
     assert params.diffusion == replace(BOTH_WAYS.defaults, **own), (
         "what no strategy of the family reads is there for others"
     )
@@ -143,8 +142,8 @@ def test_other_models_refuse_diffusion_settings() -> None:
 
 
 def test_settings_are_read_from_words() -> None:
-    own = DiffusionParams.from_words(["mode=self", "threshold=.8", "edit_threshold=0.7", "max_steps=3"])
-    assert own == DiffusionParams(mode="self", threshold=0.8, edit_threshold=0.7, max_steps=3)
+    own = DiffusionParams.from_words(["mode=self", "threshold=.8", "max_steps=3"])
+    assert own == DiffusionParams(mode="self", threshold=0.8, max_steps=3)
     assert isinstance(own.max_steps, int)
     with pytest.raises(ConfigError, match="write NAME=VALUE"):
         DiffusionParams.from_words(["threshold"])
@@ -205,7 +204,7 @@ def test_a_model_that_drafts_for_itself_may_say_how(
 
 
 def saved(folder: Path, **changes: Any) -> Procedures:
-    """Of a tiny model whose config says this."""
+    """Return the decoding methods of a tiny model with this config."""
     tiny.eager_model(tiny.target_config()).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))

@@ -1,4 +1,4 @@
-"""What a request is between steps, how it takes tokens, and where it ends."""
+"""The state of a request between steps, how it takes tokens, and where it ends."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ import pytest
 
 from tests.made_up import decoding, request
 from volley.decode.detokenize import Detokenizer
+from volley.decode.sampling import Score
 from volley.decode.work import NO_DRAFT, Kind, Rule
 from volley.memory.batch import Segment
+from volley.params import SamplingParams
 from volley.procedures.request import Procedure, Request
-from volley.types import SamplingParams
 
 
 class Letters:
@@ -58,12 +59,12 @@ def test_a_request_that_nobody_streams_has_the_same_text_and_no_chunks(end: dict
     texts = set[str]()
     for is_streamed in (True, False):
         own = lettered(**end)
-        own.is_streamed = is_streamed
+        own.writer.is_streamed = is_streamed
         for tokens in ([0], [1, 2], [3, 4, 5, 6, 7, 8, 9]):
             own.append(tokens, 0)
             own.write()
         assert own.finish_reason is not None
-        assert bool(own.chunks) == (is_streamed or "stop" in end)
+        assert bool(own.writer.chunks) == (is_streamed or "stop" in end)
         texts.add(own.result().text)
     assert len(texts) == 1
 
@@ -71,20 +72,20 @@ def test_a_request_that_nobody_streams_has_the_same_text_and_no_chunks(end: dict
 def test_a_stop_string_is_cut_off_and_what_may_begin_one_waits() -> None:
     own = lettered(stop=("cde",))
     own.append([1, 2], 0)
-    assert "".join(chunk.text for chunk in own.chunks) == "b"
+    assert "".join(chunk.text for chunk in own.writer.chunks) == "b"
     own.append([3, 5], 0)
-    assert "".join(chunk.text for chunk in own.chunks) == "bcdf"
+    assert "".join(chunk.text for chunk in own.writer.chunks) == "bcdf"
     assert own.append([2, 3, 4, 6], 0) == 3
     assert own.result().text == "bcdf"
-    assert "".join(chunk.text for chunk in own.chunks) == "bcdf"
+    assert "".join(chunk.text for chunk in own.writer.chunks) == "bcdf"
 
 
 def test_chunks_tell_which_tokens_were_drafted() -> None:
     own = lettered()
     own.append([1, 2, 3], 2)
-    assert own.chunks == []
+    assert own.writer.chunks == []
     own.write()
-    assert [(chunk.text, chunk.token_ids, chunk.from_draft) for chunk in own.chunks] == [
+    assert [(chunk.text, chunk.token_ids, chunk.from_draft) for chunk in own.writer.chunks] == [
         ("b", [1], True),
         ("c", [2], True),
         ("d", [3], False),
@@ -94,7 +95,7 @@ def test_chunks_tell_which_tokens_were_drafted() -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_log_probabilities_are_in_the_result_if_they_were_asked_for(asked: bool) -> None:
     own = request([1], SamplingParams(max_tokens=1, logprobs=asked, top_logprobs=2))
-    own.logprobs, own.top_logprobs = [-0.5], [[(4, -0.5), (3, -1.0)]]
+    own.scores = [Score(-0.5, 1, [(4, -0.5), (3, -1.0)])]
     own.append([4], 0)
     result = own.result()
     assert result.logprobs == ([-0.5] if asked else None)

@@ -110,7 +110,9 @@ class Whim(DraftSteps):
         self.chosen[steps] += 1
         return steps
 
-    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+    def should_fuse(
+        self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool
+    ) -> bool:
         assert len(confidence) == verified - 1 < length
         assert all(0 < sure <= 1 + 1e-6 for sure in confidence)
         rides = self._whim.random() < 0.5
@@ -182,7 +184,9 @@ class Peeks(DraftSteps):
     def choose(self, length: int, requests: int, *, is_greedy: bool) -> int:
         return 1
 
-    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+    def should_fuse(
+        self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool
+    ) -> bool:
         return confidence[0] > 0.3
 
 
@@ -213,7 +217,7 @@ class Watched(SelfSpeculative):
         work = super().next_work(request, ask)
         if isinstance(work, SelfCheck):
             assert canvas is not None
-            self.verified[len(work.proposal.token_ids), canvas.step, work.riding > 0] += 1
+            self.verified[len(work.proposal.token_ids), canvas.step, work.num_fused > 0] += 1
         return work
 
 
@@ -230,7 +234,7 @@ def draws(engine: Engine, procedure: Any, count: int, params: SamplingParams, fi
 
 
 V, TOKENS = 3, 5
-"""Of so many tokens of an answer the joint distribution is known."""
+"""Vocabulary, and the number of tokens whose joint distribution is known."""
 
 
 def exact(own: Target) -> Tensor:

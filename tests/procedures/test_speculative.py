@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.made_up import decoding, random_tree, request
 from volley.config import DecodingConfig
 from volley.decode.sampling import Purpose, draw, race, token_probs
-from volley.decode.work import Ask, Kind, Rule, Shape, Work
+from volley.decode.work import Ask, Kind, Proposal, Rule, Shape, Verdict, Work
+from volley.params import SamplingParams
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Proposal, SamplingParams, Verdict
 
 V = 7
 
@@ -47,10 +47,10 @@ def test_sampled_requests_are_verified_as_they_were_configured(
 
 def test_positions_whose_noise_a_draft_knew_are_matched_and_chains_stay_within_them() -> None:
     own = decoding([1, 2, 3], SamplingParams(temperature=1.0))
-    own.foreseen = 5
+    own.noise_used_until = 5
     view = procedure().view(own, 8)
     assert (view.rule, view.limit, view.chain_limit) == (Rule.MATCH, 7, 2)
-    own.foreseen = 3
+    own.noise_used_until = 3
     assert procedure().view(own, 8).rule is Rule.SPECULATIVE
 
 
@@ -153,7 +153,7 @@ def test_a_batch_of_all_kinds_is_judged_as_each_alone(kinds: list[str], chance: 
         for place, token in enumerate(work.proposal.token_ids):
             if work.proposal.parents is None and chance.random() < 0.7:
                 logits[work.rows.start + place, token] += 10
-    procedure().absorb(works, logits)
+    procedure().absorb(works, logits).read()
     for kind, work in zip(kinds, works, strict=True):
         if kind == "chunk":
             assert work.verdict == Verdict(0, [])
@@ -162,7 +162,7 @@ def test_a_batch_of_all_kinds_is_judged_as_each_alone(kinds: list[str], chance: 
 
 
 def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
-    """Where draft and target are one distribution everything is kept; where they have nothing in common, nothing is."""
+    """If draft and target are one distribution everything is kept; if they share no token, nothing is."""
     for shared, accepted in ((True, 3), (False, 0)):
         for seed in range(20):
             own = decoding([1, 2, 3], SamplingParams(temperature=1.0, max_tokens=9))
@@ -175,7 +175,7 @@ def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
             tokens = draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 3)).tolist()
             work = Work(own, Ask(Shape.CHAIN, Rule.SPECULATIVE, 3, 3), proposal=Proposal(tokens, probs))
             on_rows([work])
-            procedure().absorb([work], logits)
+            procedure().absorb([work], logits).read()
             assert work.verdict.accepted == accepted
             assert work.verdict.token_ids[:accepted] == tokens[:accepted]
             assert max(work.verdict.token_ids) < 3, "what the target gives no probability never comes out"
@@ -199,11 +199,11 @@ def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
 
     together = [work(place) for place in range(6)]
     on_rows(together)
-    procedure().absorb(together, logits)
+    procedure().absorb(together, logits).read()
     for place, own in enumerate(together):
         alone = work(place)
         on_rows([alone])
-        procedure().absorb([alone], logits[4 * place : 4 * place + 4])
+        procedure().absorb([alone], logits[4 * place : 4 * place + 4]).read()
         assert own.verdict == alone.verdict
     assert len({own.verdict.accepted for own in together}) > 1 or kind == "ratio"
 
@@ -214,9 +214,9 @@ def test_log_probabilities_belong_to_the_tokens_that_come_out() -> None:
     logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
     logits[0, 5] = logits[2, 6] = 10
     on_rows([work])
-    procedure().absorb([work], logits)
+    procedure().absorb([work], logits).read()
     assert work.verdict.path == (2, 3)
     rows = logits.log_softmax(dim=-1)[[0, 2, 3]]
     expected = [float(row[token]) for row, token in zip(rows, work.verdict.token_ids, strict=True)]
-    assert work.logprobs == pytest.approx(expected)
-    assert [[token for token, _ in pairs] for pairs in work.top_logprobs] == rows.topk(2).indices.tolist()
+    assert [score.logprob for score in work.scores] == pytest.approx(expected)
+    assert [[token for token, _ in pairs] for _, _, pairs in work.scores] == rows.topk(2).indices.tolist()

@@ -9,7 +9,8 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import Pair, greedy, make_pair, random_prompts
 from volley import Engine, GenerationResult, SamplingParams
-from volley.proposers.base import Proposer, Works
+from volley.decode.work import Works
+from volley.proposers.base import Proposer
 
 PROMPTS = random_prompts(5, longest=30, seed=4)
 COUNT = 24
@@ -58,8 +59,8 @@ def law_of(engine: Engine, pair: Pair, *, biased: bool) -> tuple[float, float]:
     """Return how probable the answers without seeds are under the target's own law, and accepted tokens of each."""
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
     if biased:
-        assert engine.proposer is not None
-        engine.proposer = Overrated(engine.proposer)
+        assert engine.core.proposer is not None
+        engine.core.proposer = Overrated(engine.core.proposer)
     results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
     found = torch.tensor([result.token_ids for result in results])[:, :3]
     accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)

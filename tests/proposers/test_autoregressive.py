@@ -93,14 +93,14 @@ def test_another_vocabulary_is_refused(pair: Pair) -> None:
 def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
     pair = make_pair(max_position_embeddings=64)
     engine = drafting(pair, 0.05, num_pages=200)
-    assert isinstance(engine.proposer, AutoregressiveProposer)
-    engine.proposer.model.context_length = 40
+    assert isinstance(engine.core.proposer, AutoregressiveProposer)
+    engine.core.proposer.model.context_length = 40
     (result,) = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=45 - len(PROMPTS[0]) + 10))
     assert result.token_ids == greedy(pair.hf, PROMPTS[0], 45 - len(PROMPTS[0]) + 10)
     assert result.stats.accepted_lengths[-1] == 1
     assert result.stats.block_sizes[-1] == 1
     list(engine.generate([[1] * 45] * 3, SamplingParams(max_tokens=4)))
-    assert len(engine.proposer._texts) <= 1, "texts that it cannot read are not kept"
+    assert len(engine.core.proposer._texts) <= 1, "texts that it cannot read are not kept"
 
 
 @pytest.mark.slow

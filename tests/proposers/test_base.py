@@ -1,9 +1,10 @@
-"""What a proposer is when it says nothing more than what it proposes."""
+"""The defaults of a proposer that defines only what it proposes."""
 
 import pytest
 
 from volley.config import DecodingConfig
-from volley.proposers.base import Proposer, Works
+from volley.decode.work import Works
+from volley.proposers.base import Proposer
 
 
 class Silent(Proposer):

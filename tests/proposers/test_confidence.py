@@ -13,7 +13,7 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import PROMPT, exact_law
 from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import Ask, Rule, Shape, Work, Works
 from volley.errors import ConfigError
 from volley.files import read_json
 from volley.memory.batch import Segment
@@ -23,13 +23,12 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.policies.base import Cycle
 from volley.policies.fixed import Fixed
-from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
 from volley.tensors import load_tensors
 
 PROMPTS = random_prompts(4, longest=20, seed=3)
 RANK = 4
-KINDS = ["dspark", "gated", "rnn", None]
+KINDS = ["dspark", None]
 
 
 def with_confidence(kind: str | None, **changes: Any) -> Pair:
@@ -38,7 +37,7 @@ def with_confidence(kind: str | None, **changes: Any) -> Pair:
 
 
 def undecided(pair: Pair) -> Pair:
-    """The same with a head that depends on the token before, and is sure as often as not."""
+    """Return a pair with a head that depends on the token before, and is sure as often as not."""
     head = pair.drafter.confidence_head
     assert head is not None
     with torch.no_grad():
@@ -80,7 +79,7 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
     proposer = block_proposer(engine)
     with torch.inference_mode():
         for work in works:
-            assert engine.sequences.reserve(work.request, work.request.length + 6)
+            assert engine.core.sequences.reserve(work.request, work.request.length + 6)
         proposer.propose(works, with_confidence=True)
         for work in works:
             size = work.ask.positions
@@ -103,9 +102,8 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dspark", "rnn"])
-def test_a_policy_cuts_by_it_and_greedy_answers_stay(kind: str) -> None:
-    pair, policy = undecided(with_confidence(kind)), Threshold()
+def test_a_policy_cuts_by_it_and_greedy_answers_stay() -> None:
+    pair, policy = undecided(with_confidence("dspark")), Threshold()
     engine = Engine(pair.target, pair.drafter, policy=policy, page_size=4, num_pages=100)
     results = list(engine.generate(PROMPTS, SamplingParams(max_tokens=20)))
     assert [result.token_ids for result in results] == [greedy(pair.hf, prompt, 20) for prompt in PROMPTS]
@@ -152,7 +150,7 @@ def law(*, biased: bool) -> tuple[float, Threshold]:
         verification="speculative",
     )
     if biased:
-        engine.proposer = LooksAtItsToken(block_proposer(engine).model, engine.config)
+        engine.core.proposer = LooksAtItsToken(block_proposer(engine).model, engine.config)
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
     results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
     found = torch.tensor([result.token_ids for result in results])[:, :3]

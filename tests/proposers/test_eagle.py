@@ -18,11 +18,11 @@ from tests.tiny import Pair
 from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.rules import Constraint
-from volley.decode.work import Work
+from volley.decode.work import Work, Works
 from volley.errors import ConfigError
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.eagle_model import EagleModel
-from volley.proposers.base import Proposer, Works
+from volley.proposers.base import Proposer
 from volley.proposers.eagle import EagleProposer
 
 SWITCHES: list[dict[str, Any]] = [
@@ -56,8 +56,8 @@ class Watched(Proposer):
 def test_chains_are_those_of_the_definition(pair: Pair, tmp_path: Path, switches: dict[str, bool]) -> None:
     folder = eagle.checkpoint(tmp_path, **switches)
     engine = drafting(pair, folder, prefix_caching=False, max_batch_tokens=23)
-    assert engine.proposer is not None
-    watched = engine.proposer = Watched(engine.proposer)
+    assert engine.core.proposer is not None
+    watched = engine.core.proposer = Watched(engine.core.proposer)
     run(engine)
     weights = load_file(folder / "model.safetensors")
     assert len(watched.seen) > 80
@@ -70,8 +70,8 @@ def test_a_reduced_vocabulary_drafts_its_tokens_only(pair: Pair, tmp_path: Path)
     some = [1, 2, 5, 8, 13, 21, 34]
     folder = eagle.checkpoint(tmp_path, drafted=some)
     engine = drafting(pair, folder)
-    assert engine.proposer is not None
-    watched = engine.proposer = Watched(engine.proposer)
+    assert engine.core.proposer is not None
+    watched = engine.core.proposer = Watched(engine.core.proposer)
     assert [result.token_ids for result in run(engine)] == expected()
     weights = load_file(folder / "model.safetensors")
     text, drafted = watched.seen[5]
@@ -156,8 +156,8 @@ def test_greedy_answers_are_the_targets(
 ) -> None:
     settle(monkeypatch, token=0.01)
     engine = drafting(pair, eagle.checkpoint(tmp_path), **options)
-    assert isinstance(engine.draft_model, EagleModel)
-    engine.proposer = Knowing(engine.draft_model, engine.config)
+    assert isinstance(engine.core.draft_model, EagleModel)
+    engine.core.proposer = Knowing(engine.core.draft_model, engine.config)
     results = run(engine)
     assert [result.token_ids for result in results] == expected()
     lengths = [length for result in results for length in result.stats.accepted_lengths]

@@ -25,12 +25,12 @@ from volley.proposers.eagle import EagleProposer
 @pytest.mark.slow
 def test_a_drafter_is_driven_by_what_it_is(pair: Pair, tmp_path: Path) -> None:
     block = Engine(pair.target, pair.drafter)
-    assert isinstance(block.proposer, BlockProposer)
-    assert block.proposer.model is block.draft_model
+    assert isinstance(block.core.proposer, BlockProposer)
+    assert block.core.proposer.model is block.core.draft_model
     chain = Engine(pair.target, load_drafter(eagle.checkpoint(tmp_path), pair.target, "bf16"))
-    assert isinstance(chain.proposer, EagleProposer)
-    assert isinstance(chain.draft_model, EagleModel)
-    assert chain.proposer.model is chain.draft_model
+    assert isinstance(chain.core.proposer, EagleProposer)
+    assert isinstance(chain.core.draft_model, EagleModel)
+    assert chain.core.proposer.model is chain.core.draft_model
     assert chain.block_size <= 8
 
 

@@ -17,8 +17,7 @@ from tests.made_up import decoding
 from tests.tiny import VOCAB, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.sampling import Purpose
-from volley.decode.work import Ask, Rule, Shape, Work
-from volley.proposers.base import Works
+from volley.decode.work import Ask, Rule, Shape, Work, Works
 from volley.proposers.scripted import ScriptedProposer
 
 Script = Callable[[Work[Any]], list[int]]
@@ -103,7 +102,7 @@ def test_whatever_is_drafted_greedy_answers_are_the_targets(
     if policy == "fixed":
         assert max(length for result in results for length in result.stats.accepted_lengths) == longest
     engine.check_integrity()
-    assert engine.pool.num_used == 0
+    assert engine.core.pool.num_used == 0
 
 
 def test_a_draft_is_never_longer_than_what_was_asked_for() -> None:
@@ -187,7 +186,7 @@ def test_a_seed_gives_the_very_tokens_of_plain_decoding() -> None:
 
 @pytest.mark.slow
 def test_a_script_may_know_the_noise_where_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It draws from no distribution, so that what comes out is the target's choice at each position, drafted or not."""
+    """The proposer draws from no distribution, so the output is the target's choice at each position, drafted or not."""
 
     def peek(work: Work[Any]) -> list[int]:
         request = work.request

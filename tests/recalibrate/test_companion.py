@@ -193,9 +193,9 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
         learning.tell({"event": "ready"}, learning.candidate())
         wait_until(lambda: learning.serves(server, "rounds/000001/full"))
         assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
-        wait_until(lambda: server.metrics().get('volley:recalibration_swaps_total{kind="full"}') == 1)
+        wait_until(lambda: server.metrics().get("volley:recalibration_swaps_total") == 1)
         seen = server.metrics()
-        assert seen['volley:recalibration_candidates_total{kind="full"}'] == 1
+        assert seen["volley:recalibration_candidates_total"] == 1
         assert seen["volley:recalibration_gain"] == 0.5
         assert seen["volley:recalibration_drift"] == 0
     learnt = learning.learnt
@@ -205,7 +205,7 @@ def test_a_better_drafter_takes_over_between_steps_and_is_there_after_a_restart(
     with learning.server() as server:
         assert learning.serves(server, "rounds/000001/full")
         assert server.complete("Hello", **body).json()["choices"][0]["text"] == want
-        back = learning.candidate(round=0, folder=BASE, kind=BASE, tau=2.5, tau_before=1.5)
+        back = learning.candidate(round=2, folder=BASE, kind=BASE, tau=2.5, tau_before=1.5)
         Drafter.from_pretrained(learning.pair.drafter).save_pretrained(learning.folder / BASE)
         learning.tell(back)
         wait_until(lambda: (learning.learnt.swaps, learning.learnt.roll_backs) == (2, 1))
@@ -261,7 +261,7 @@ def test_another_given_drafter_begins_anew(learning: Learning, tmp_path: Path) -
 
 
 def reload(server: Running) -> bool:
-    """What SIGUSR1 does."""
+    """Reload the drafter as SIGUSR1 does."""
     return asyncio.run_coroutine_threadsafe(server.service.reload_drafter(), server.service.worker.loop).result(30)
 
 
@@ -353,7 +353,7 @@ def test_a_state_that_cannot_be_written_stops_nothing(learning: Learning, caplog
     """A full disk: the better drafter serves, and the next verdicts are heard."""
     with learning.server() as server:
         learning.tell(learning.candidate())
-        wait_until(lambda: server.metrics().get('volley:recalibration_swaps_total{kind="full"}') == 1)
+        wait_until(lambda: server.metrics().get("volley:recalibration_swaps_total") == 1)
         second = learning.candidate("rounds/000002/full", round=2)
         state = learning.folder / "state.json"
         state.unlink()
@@ -378,8 +378,8 @@ def test_a_torn_candidate_is_refused_and_one_that_is_not_better_is_counted(learn
         learning.tell(torn, {**weak, "swap": False, "tau_before": 1.0}, failed)
         wait_until(lambda: server.metrics()["volley:recalibration_failures_total"] == 2)
         seen = server.metrics()
-        assert seen['volley:recalibration_candidates_total{kind="full"}'] == 2
-        assert 'volley:recalibration_swaps_total{kind="full"}' not in seen
+        assert seen["volley:recalibration_candidates_total"] == 2
+        assert seen["volley:recalibration_swaps_total"] == 0
         assert seen["volley:recalibration_drift"] == 0.5
         assert server.engine.drafter is before
     learnt = learning.learnt
@@ -412,7 +412,7 @@ def test_training_stops_while_anybody_waits_for_an_answer(learning: Learning) ->
 
 @pytest.mark.slow
 def test_training_is_not_stopped_before_it_knows_its_server(learning: Learning) -> None:
-    """It would stay stopped for ever where the server is killed."""
+    """A process stopped earlier would stay stopped for ever if the server is killed."""
     learning.folder.mkdir()
     (learning.folder / "wait").touch()
     with learning.server() as server:

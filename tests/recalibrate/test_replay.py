@@ -35,7 +35,7 @@ def test_replayed_cycles_are_those_of_sampled_decoding(tiny_pair: TinyPair, froz
 
 @pytest.mark.slow
 def test_replayed_cycles_are_those_of_greedy_decoding() -> None:
-    """Of the bundled pair, whose drafts are often kept."""
+    """The bundled pair's drafts are often kept."""
     engine = Engine.from_pretrained(dtype=torch.float32, policy="fixed")
     prompts = [engine.encode([{"role": "user", "content": text}]) for text in ("How do I use `tar`?", "What is 3 + 4?")]
     results = list(engine.generate(prompts, SamplingParams(max_tokens=40)))

@@ -1,4 +1,4 @@
-"""What is kept of what was served: bounded by size, age and client, whole after a kill, erased on command."""
+"""The store of served answers: bounded by size, age and client, whole after a kill, erased on command."""
 
 import os
 import resource

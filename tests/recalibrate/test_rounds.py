@@ -27,7 +27,7 @@ from volley.train.vocabulary import Vocabulary
 
 
 def act(kept: Kept) -> None:
-    """What the server does with the last event."""
+    """Play the server's reaction to the last event."""
     event = kept.events[-1]
     learnt = replace(kept.learnt, seen_round=max(kept.learnt.seen_round, event["round"]))
     if event.get("swap"):
@@ -60,15 +60,15 @@ def test_a_drafter_learns_what_is_served_and_gives_way_where_it_does_worse(kept:
     act(kept)
     assert kept.learnt.current.folder == event["folder"]
     assert kept.learnt.previous == Standing()
-    # A drafter that serves and is worse than the one before it gives way on what is served from then on.
+    # A drafter that serves and is worse than the one before it gives way in the next round.
     spoilt = Drafter.from_pretrained(kept.folder / event["folder"])
     spoilt.fc.weight.data.zero_()
     spoilt.save_pretrained(kept.folder / "rounds/000009/full")
     last = kept.learnt
     last.swapped(Standing("rounds/000009/full", "full", 59, 9.0), 1).save(kept.folder)
     kept.serve(60)
-    assert work.work()
-    assert (kept.events[-1]["round"], kept.events[-1]["swap"]) == (0, True)
+    assert kept.recalibration(recalibrate_steps=1).work()
+    assert (kept.events[-1]["round"], kept.events[-1]["swap"]) == (2, True)
     assert kept.events[-1]["folder"] == event["folder"]
     act(kept)
     assert kept.learnt.roll_backs == 1
@@ -99,44 +99,6 @@ def test_all_weights_learn_anew_from_the_given_drafter(kept: Kept) -> None:
         shutil.rmtree(kept.folder / "rounds")
     one, other = made.values()
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-@pytest.mark.slow
-def test_a_candidate_that_was_not_surely_better_takes_over_by_what_is_served_since(kept: Kept) -> None:
-    kept.serve(60)
-    work = kept.recalibration(recalibrate_steps=25, recalibrate_tokens=1500)
-    assert work.work()
-    verdict = kept.folder / "rounds/000001/verdict.json"
-    event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False}
-    verdict.write_text(json.dumps(event))
-    kept.events[:] = [event]
-    act(kept)
-    kept.serve(15, seed=1)
-    assert not work.work(), "too little was served since"
-    kept.serve(15, seed=2)
-    assert work.work()
-    found = kept.events[-1]
-    assert (found["round"], found["folder"], found["swap"]) == (0, "rounds/000001/full", True)
-    assert found["rows"] >= 16
-    act(kept)
-    assert (kept.learnt.current.folder, kept.learnt.seen_round, kept.learnt.roll_backs) == ("rounds/000001/full", 1, 0)
-
-
-@pytest.mark.slow
-def test_a_candidate_for_a_drafter_that_is_gone_is_not_looked_at_again(kept: Kept) -> None:
-    kept.serve(60)
-    work = kept.recalibration(recalibrate_tokens=1500)
-    assert work.work()
-    verdict = kept.folder / "rounds/000001/verdict.json"
-    event = {**json.loads(verdict.read_text()), "gain": 0.01, "swap": False, "base": "another"}
-    verdict.write_text(json.dumps(event))
-    kept.events[:] = [event]
-    act(kept)
-    kept.serve(20, seed=1)
-    assert not work.work()
-    kept.serve(60, seed=2)
-    assert work.work()
-    assert set(kept.events[-1]["gains"]) == {"rounds/000002/full"}
 
 
 @pytest.mark.slow

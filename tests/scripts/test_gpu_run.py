@@ -28,7 +28,7 @@ def script(out: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """The same, its status, with all parts in this process: none imports everything anew."""
+    """Run all parts in this process and return the status: none imports everything anew."""
 
     def here(command: list[str], **_: object) -> Any:
         with monkeypatch.context() as part:

@@ -19,7 +19,7 @@ QUIET = [
 
 
 def open_page(address: str, profile: Path) -> "subprocess.CompletedProcess[str]":
-    """What the page has become after 20 seconds of its own time, and what the browser said."""
+    """Return the page after 20 seconds of its own time, and the browser's output."""
     assert BROWSER is not None, "CI has one: make browser"
     command = [BROWSER, *QUIET, f"--user-data-dir={profile}", "--virtual-time-budget=20000", "--dump-dom", address]
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)

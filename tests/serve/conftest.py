@@ -48,7 +48,7 @@ def client(server: Running) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def drafting(tiny: Tiny) -> Iterator[Running]:
-    """The same with a policy that drafts every cycle, whether or not that pays for a target this small."""
+    """A server with a policy that drafts every cycle, whether or not that pays for a target this small."""
     with running(tiny.engine(policy="fixed")) as server:
         yield server
         server.settle()

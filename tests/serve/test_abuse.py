@@ -362,7 +362,7 @@ def _drip(connection: socket.socket) -> None:
 
 @pytest.mark.slow
 def test_a_client_that_never_reads(tiny: Tiny) -> None:
-    """What it is sent waits in its own connection; its request ends when its time is over."""
+    """Data for this client waits in its own connection; its request ends when its time is over."""
     body = b'{"prompt": "Hello", "max_tokens": 900, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
     head = "POST /v1/completions HTTP/1.1\r\nhost: h\r\nx-request-timeout: 1.5\r\ncontent-type: application/json\r\n"
     head += f"content-length: {len(body)}"

@@ -15,7 +15,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params
 
-from benchmarks.lm_eval import SUBJECTS, evaluate, numbers, write_tasks
+from tests.serve.lm_eval import SUBJECTS, evaluate, numbers, write_tasks
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_tools import TEMPLATE
 from volley.serve.anthropic import MessagesRequest
@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "/detokenize": (DetokenizeRequest,),
 }
 NO_FIELDS = {"strict", "message", "usage"}
-"""Of a tool, and of answers."""
+"""Fields of a tool, and of answers."""
 
 
 def taken(model: Any) -> set[str]:
@@ -129,7 +129,7 @@ def program(name: str, folder: Path = CLIENTS) -> Path:
 
 
 def run(command: list[str], folder: Path = CLIENTS, **environment: str) -> str:
-    """What a command of one of the clients' own environments prints."""
+    """Return the output of a command in one of the clients' own environments."""
     own = {**os.environ, "OPENAI_API_KEY": "any", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
     line = [program(command[0], folder), *command[1:]]
     done = subprocess.run(line, env={**own, **environment}, capture_output=True, text=True, timeout=240)
@@ -212,7 +212,7 @@ def test_the_example_of_guidellm_runs(server: Running, tmp_path: Path) -> None:
 
 def test_lm_eval_runs(server: Running, tmp_path: Path) -> None:
     """Its log-likelihoods, perplexities and generations through ``echo`` and ``stop``; that they are transformers' own is what
-    ``benchmarks/lm_eval.py`` says."""
+    ``test_eval_clients.py`` says."""
     own = program("lm_eval")
     write_tasks(tmp_path / "tasks")
     arguments = {"model": MODEL, "base_url": f"{server.url}/v1/completions", "max_length": server.service.max_model_len}

@@ -1,4 +1,4 @@
-"""What evaluation harnesses ask for: prompts scored by echo, tokens counted, and transformers' own numbers."""
+"""Requests of evaluation harnesses: prompts scored by echo, tokens counted, and transformers' own numbers."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def client(drafting: Running) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def logprobs(tiny: Tiny, tiny_pair: TinyPair) -> dict[str, torch.Tensor]:
-    """Of the next token, at every place of every prompt, by transformers alone."""
+    """Return the log-probabilities of the next token, at every place of every prompt, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(tiny_pair.target, dtype=torch.float32)
     with torch.no_grad():
         return {
@@ -40,7 +40,7 @@ def logprobs(tiny: Tiny, tiny_pair: TinyPair) -> dict[str, torch.Tensor]:
 def test_echo_scores_prompts(
     client: OpenAI, tiny: Tiny, logprobs: dict[str, torch.Tensor], max_tokens: int, as_tokens: bool
 ) -> None:
-    """What lm-eval's local-completions asks, and how it reads the answer."""
+    """Request of lm-eval's local-completions, and its reading of the answer."""
     ids = [tiny.plain.encode(text) for text in PROMPTS]
     answer = client.completions.create(
         model=MODEL,

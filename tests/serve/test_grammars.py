@@ -1,4 +1,4 @@
-"""What clients may say of an answer's form, from the body to the text, and what is wrong with it."""
+"""Constraints on an answer's form in a request, from the body to the text, and their errors."""
 
 import json
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ def server(target: Target) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def plain(target: Target) -> str:
-    """What the Engine writes one token at a time."""
+    """Return the Engine's answer, written one token at a time."""
     bias = tuple((int(token), value) for token, value in LIKELY.items())
     own = SamplingParams(
         max_tokens=24, temperature=0.8, seed=4, logit_bias=bias, diffusion=DiffusionParams.from_mapping(PLAIN)

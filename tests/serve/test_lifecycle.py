@@ -19,10 +19,11 @@ from tests.conftest import TinyPair
 from tests.serve.running import Running, Tiny, running, wait_until
 from volley.engine.step import Step
 from volley.errors import ParallelError
+from volley.params import SamplingParams
+from volley.results import GenerationStats, TextChunk
 from volley.serve.answer import AnswerResponse
 from volley.serve.replies import ChatDialect
 from volley.serve.worker import End, Job, Piece, Stopped
-from volley.types import GenerationStats, SamplingParams, TextChunk
 
 LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -81,7 +82,7 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
 
     async def answer_it() -> Job:
         job = Job([[1, 2]], [SamplingParams()])
-        job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], [], []))
+        job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], []))
         job.events.put_nowait(End(0, "stop", GenerationStats()))
         dialect = ChatDialect(
             "m", str, bytes_of=lambda token: None, logprobs=False, mark_draft=False, include_usage=False
@@ -106,14 +107,14 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
 @pytest.mark.slow
 def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.engine()
-    inner = engine.runner.forward
+    inner = engine.core.runner.forward
 
     def forward(step: Step) -> None:
         if any(work.request.params.top_k == 13 and work.request.num_output > 3 for work in step.works):
             raise RuntimeError("a planted bug")
         inner(step)
 
-    monkeypatch.setattr(engine.runner, "forward", forward)
+    monkeypatch.setattr(engine.core.runner, "forward", forward)
     want = tiny.answer([{"role": "user", "content": "Hello"}], max_tokens=120)
     with running(engine) as server:
         answers: list[httpx.Response] = []
@@ -149,7 +150,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
     def wrong() -> None:
         raise AssertionError("page 3 has 2 references")
 
-    monkeypatch.setattr(engine.runner, "forward", lambda step: 1 / 0)
+    monkeypatch.setattr(engine.core.runner, "forward", lambda step: 1 / 0)
     monkeypatch.setattr(engine, "check_integrity", wrong)
     with running(engine) as server:
         assert server.client.get("/health").status_code == 200
@@ -169,7 +170,7 @@ def test_a_server_ends_when_its_processes_are_out_of_step(tiny: Tiny, monkeypatc
     def lose(step: Step) -> None:
         raise ParallelError("rank 1 was lost")
 
-    monkeypatch.setattr(engine.runner, "forward", lose)
+    monkeypatch.setattr(engine.core.runner, "forward", lose)
     with running(engine) as server:
         assert server.chat("Hello").status_code == 503
         server.thread.join(10)

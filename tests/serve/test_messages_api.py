@@ -107,7 +107,7 @@ def test_a_call_and_its_result(client: Anthropic, server: Running, choice: Any) 
 
 
 def test_reasoning(client: Anthropic) -> None:
-    """It comes as thinking blocks within its budget, and may be sent back."""
+    """Reasoning comes as thinking blocks within its budget, and may be sent back."""
     body = {"thinking": {"type": "enabled", "budget_tokens": 12}, "max_tokens": 40, "temperature": 0}
     answer = same(client, **body)
     assert answer.content[0].type == "thinking"

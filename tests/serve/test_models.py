@@ -28,7 +28,7 @@ def test_an_engine_that_dies(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyboardInterrupt("not even an exception")
 
     with running(tiny.engine(policy="fixed")) as server:
-        monkeypatch.setattr(server.engine.runner, "forward", broken)
+        monkeypatch.setattr(server.engine.core.runner, "forward", broken)
         assert server.post("completions", {"model": MODEL, **ASK}).status_code == 503
         assert server.post("completions", {"model": MODEL, **ASK}).json()["error"]["code"] == "engine_dead"
         health = server.client.get("/health")

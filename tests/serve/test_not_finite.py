@@ -47,7 +47,7 @@ def test_a_spoilt_request_is_a_server_error(spoilt: Running) -> None:
 
 @pytest.mark.parametrize("begins", [False, True])
 def test_in_a_stream_the_error_is_an_event(spoilt: Running, begins: bool) -> None:
-    """Of the logits of the first token, or of those behind a Z that the request was made to write."""
+    """The bad logits are those of the first token, or those behind a Z that the request was made to write."""
     bias = {token: -value for token, value in NO_BAD["logit_bias"].items()}  # type: ignore[attr-defined]
     body = {**NO_BAD, "prompt": "ab", "logit_bias": bias} if begins else {**NO_BAD, "prompt": "a Z b"}
     with spoilt.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:

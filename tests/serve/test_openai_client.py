@@ -128,7 +128,7 @@ def test_chat_stream(client: OpenAI, tiny: Tiny) -> None:
 
 
 def test_every_chunk_may_have_the_usage(client: OpenAI) -> None:
-    """What guidellm asks for."""
+    """Requests of guidellm."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = client.chat.completions.create(
         model=MODEL,
@@ -231,7 +231,7 @@ def test_bytes_in_every_kind_of_vocabulary() -> None:
 
 
 def test_a_token_is_spelled_as_in_the_middle_of_a_text() -> None:
-    """Where the decoder drops the space in front of a first word."""
+    """The decoder drops the space in front of a first word."""
 
     class Tokenizer:
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:

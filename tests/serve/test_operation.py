@@ -96,16 +96,16 @@ def test_graphs_are_captured_before_a_server_listens(tiny: Tiny, monkeypatch: py
     monkeypatch.setattr(capacity, "find_device", lambda _: Device("cuda"))
     engine = tiny.engine(max_running=2, policy="fixed")
     service = Service(engine, ServeConfig(), MODEL)
-    assert engine.runner.passes is not None
-    decoding = engine.runner.passes.num_graphs
+    assert engine.core.runner.passes is not None
+    decoding = engine.core.runner.passes.num_graphs
     assert decoding == service.memory["cuda_graphs"] == 22, "of one request, of two, and of their prompts"
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
     while engine.has_work:
         engine.step()
-    assert engine.runner.passes.num_graphs == decoding
+    assert engine.core.runner.passes.num_graphs == decoding
     assert service.memory["cuda_graphs_seconds"] >= 0
     assert {"target_mib", "kv_mib", "graphs_mib"} <= service.memory.keys()
     graphs = service.metrics.memory.labels("graphs")
     graphs.set(0)
     service.metrics.state(engine)
-    assert graphs._value.get() == graph_bytes(engine) > 0
+    assert graphs._value.get() == graph_bytes(engine.core) > 0

@@ -1,6 +1,7 @@
 """A server whose events go out within the next step, as on a GPU: clients see what they see otherwise."""
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.serve.running import Running, Tiny, running, wait_until
 from tests.serve.test_lifecycle import LONG, begin
 from volley import Engine
+from volley.decode.late import Reading
 from volley.engine import engine as engine_module
 from volley.engine.overlap import Overlap
 from volley.engine.step import Step
@@ -27,9 +29,9 @@ def test_answers_are_whole_and_come_while_others_run(tiny: Tiny, monkeypatch: py
     engine.overlap = Overlap(torch.device("cuda"))
     accept, state = engine_module.accept, Metrics.state
 
-    def noting(step: Step) -> None:
+    def noting(step: Step, readings: Sequence[Reading]) -> None:
         noted.append("accept")
-        accept(step)
+        accept(step, readings)
 
     def telling(metrics: Metrics, own: Engine) -> None:  # with all that a step brought
         noted.append("told")

@@ -74,7 +74,7 @@ def tokens(server: Running, **body: Any) -> list[int]:
 def test_a_server_of_named_templates(
     tiny: Tiny, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes prompts as transformers does, with tools and without, and finds the calls of the template for tools."""
+    """Prompts are those of transformers, with tools and without, and calls of the template for tools are found."""
     monkeypatch.setattr(tiny.target, "tokenizer", tokenizer)
     want = [
         tokenizer.apply_chat_template(CHAT, tools=tools, add_generation_prompt=True)["input_ids"]

@@ -28,12 +28,12 @@ from volley import Engine, Grammar
 from volley.decode.grammars import Grammars
 from volley.decode.rules import TokenRule
 from volley.models.targets.target import Target, load_tokenizer
+from volley.params import SamplingParams
 from volley.serve.calls import grammar_of_answer
 from volley.serve.formats import AnswerFormat, format_of, load_format
 from volley.serve.messages import Tool, Tools
 from volley.serve.parsing import AnswerParser
 from volley.serve.protocol import ChatRequest
-from volley.types import SamplingParams
 
 DIMENSIONS: dict[str, Sequence[Any]] = {
     "form": FORMS,
@@ -87,11 +87,11 @@ class Cell(NamedTuple):
     form: AnswerFormat
     row: Row
     script: list[int]
-    """What the model writes next; empty: what it likes."""
+    """Text that the model writes next; empty: any."""
 
     @property
     def is_special(self) -> bool:
-        """Whether the markers are special tokens."""
+        """True if the markers are special tokens."""
         return bool(self.row["marks"] == "special" or self.row["form"] == "gpt_oss")
 
     def ids(self, text: str, *, spelt: bool = False) -> list[int]:
@@ -205,7 +205,7 @@ def tool(schema: Any = SCHEMA, *, strict: bool = False) -> Any:
 
 
 def thought(cell: Cell, text: str = "Is it?") -> str:
-    """What the model writes of its reasoning, if it reasons."""
+    """Reasoning that the model writes, if it reasons."""
     marks = cell.form.thinking
     if marks is None or cell.row["thinks"] == "never":
         return ""
@@ -254,7 +254,7 @@ def test_calls_in_a_conversation_are_written_as_the_template_does(cell: Cell) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("spelt", [False, True])
 def test_what_a_model_writes_is_taken_apart(cell: Cell, spelt: bool) -> None:
-    """Whether a marker is one token or many."""
+    """True if a marker is one token, False if it is many."""
     if spelt and cell.row["marks"] == "text":
         pytest.skip("it has no other spelling")
     text = "Grüße aus 東京: 1 < 2."
@@ -305,7 +305,8 @@ def test_forced_calls_are_valid(cell: Cell, choice: Any) -> None:
 def test_a_form_comes_after_reasoning_that_ends_at_its_budget(cell: Cell) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": FORCED}}
     budget = {"thinking_token_budget": 5} if cell.form.thinking else {}
-    for tools in ({}, {"tools": [tool(FORCED)]}):
+    is_bound = cell.form.call is not None and cell.form.call.is_json
+    for tools in ({}, {"tools": [tool(FORCED)]})[: 1 + is_bound]:
         asked: Any = {"response_format": schema, "max_tokens": 250, "temperature": 1, "parallel_tool_calls": False}
         message, reason = cell.ask(**asked, **budget, **tools)
         assert reason in ("stop", "tool_calls")
@@ -318,6 +319,9 @@ def test_a_form_comes_after_reasoning_that_ends_at_its_budget(cell: Cell) -> Non
 def test_strict_tools_bind_a_call_however_it_is_spelt(cell: Cell, spelt: bool) -> None:
     offered = Tools(tools=[Tool.model_validate(tool(FORCED, strict=True))])
     grammar = grammar_of_answer(cell.form, offered, None, cell.tokenizer, is_thinking=False)
+    if cell.form.call is None or not cell.form.call.is_json:
+        assert grammar is None
+        return
     assert isinstance(grammar, Grammar)
     right, wrong = (call_in(cell.form, "weather", {"city": city, "days": 3}) for city in ("Bern", "Oslo"))
     for text, is_allowed in ((right, True), (wrong, False), ("Sun.", True)):
@@ -372,10 +376,10 @@ def test_published_tokenizers(name: str, tmp_path: Path) -> None:
     for form in (load_format(one) for one in FORMS):
         said, prompt = call_in(form, "weather", arguments), BEGINS.get(form.name, "")
         token_ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-        for choice in ("auto", "required"):
+        for choice in ("auto", "required") if form.call is not None and form.call.is_json else ():
             offered = Tools(tools=[Tool.model_validate(tool(strict=True))], tool_choice=choice)
             grammar = grammar_of_answer(form, offered, None, tokenizer, is_thinking=False)
-            if form.call is not None and not form.call.anywhere:
+            if not form.call.anywhere:
                 rule = grammars.rule(grammar)
                 assert rule.num_allowed(token_ids) == len(token_ids), (form.name, choice)
         parser = AnswerParser(form, prompt, [tool()], with_calls=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from jsonschema import ValidationError, validate
+from jsonschema import validate
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict
 
@@ -20,8 +20,7 @@ from volley import Engine, Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
-from volley.errors import ConfigError
-from volley.serve.calls import can_bind, grammar_of_answer
+from volley.serve.calls import grammar_of_answer
 from volley.serve.formats import load_format
 from volley.serve.messages import Tool, Tools
 from volley.serve.parsing import AnswerParser
@@ -157,7 +156,7 @@ class Weather(BaseModel):
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_grammar_that_is_complete_ends_with_its_last_token(tiny: Tiny, skips: bool) -> None:
-    """Where special tokens are shown, as many formats need, only the token that ends a text is left out of it."""
+    """If special tokens are shown, as many formats need, only the token that ends a text is left out."""
     params = SamplingParams(grammar=Grammar.choice(['{"a": 1}']), max_tokens=60, skip_special_tokens=skips)
     (result,) = tiny.plain.generate("x", params)
     assert (result.text, result.finish_reason) == ('{"a": 1}', "stop")
@@ -245,14 +244,12 @@ IN_FORM = {
     "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
     "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Bern","days":3}}]',
     "gpt_oss": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Bern","days":3}',
-} | {
-    form: call_text(form, "weather", {"city": "Bern", "days": 3}) for form in ("qwen3_5", "glm4_5", "glm4_7", "gemma4")
 }
 """A call in each format."""
 
 
 def strict_rule(tiny: Tiny, name: str, tools: list[Any], *, is_special: bool = True) -> tuple[Any, Any]:
-    """What makes rules of answers in a format whose tools are strict, and a tokenizer that has the format's special tokens."""
+    """Return a maker of grammars for a format whose tools are strict, and a tokenizer that has the format's special tokens."""
     tokenizer = copy.deepcopy(tiny.plain.tokenizer)
     if is_special and name in MARKERS:
         tokenizer.add_special_tokens({"extra_special_tokens": MARKERS[name]})
@@ -265,7 +262,7 @@ def strict_rule(tiny: Tiny, name: str, tools: list[Any], *, is_special: bool = T
 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_a_form_of_gpt_oss_is_an_answer_of_its_own(tiny: Tiny, with_tools: bool) -> None:
-    """It may think first; its answer is opened, or nothing of it would be found."""
+    """The model may think first; its answer is opened, otherwise it would not be found."""
     tokenizer = copy.deepcopy(tiny.plain.tokenizer)
     tokenizer.add_special_tokens({"extra_special_tokens": MARKERS["gpt_oss"]})
     tools = Tools(tools=[Tool.model_validate(WEATHER)] if with_tools else [])
@@ -316,10 +313,6 @@ def in_strict(tool: Any, **changes: Any) -> Any:
         ("mistral", False),
         ("mistral_list", True),
         ("llama3", False),
-        ("qwen3_5", False),
-        ("glm4_5", False),
-        ("glm4_7", False),
-        ("gemma4", True),
         ("gpt_oss", True),
     ],
 )
@@ -342,8 +335,6 @@ def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) 
             texts["<|channel|>final<|message|>Sun to=functions.x, and {rain}."] = True
             first = ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Bern","days":3}'
             texts |= {first: True, first.replace("Bern", "Oslo"): False, first.replace("weather", "time"): False}
-        case "gemma4":
-            texts["<|channel>thought\nIs it?<channel|>Yes." + call + call] = True
         case "mistral":
             texts["[THINK]Is it?[/THINK]Yes."] = True
     if name != "gpt_oss":
@@ -353,97 +344,21 @@ def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) 
         assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
 
 
-TYPES: Any = {
-    "type": "object",
-    "properties": {
-        "text": {"type": "string", "maxLength": 5},
-        "code": {"type": "string", "pattern": "^[a-c]/x$"},
-        "price": {"type": "string", "pattern": "^[0-9]\\$"},
-        "path": {"type": "string", "pattern": "[a-z]\\\\/$"},
-        "ends": {"type": "string", "pattern": "^a|b$|[|](x|y)"},
-        "size": {"anyOf": [{"type": "number", "minimum": 2}, {"type": "null"}]},
-        "who": {"$ref": "#/$defs/who"},
-        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
-        "mode": {"enum": ["a b", "c"]},
-    },
-    "required": ["text", "who"],
-    "additionalProperties": False,
-    "$defs": {
-        "who": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "child": {"anyOf": [{"$ref": "#/$defs/who"}, {"type": "null"}]}},
-            "required": ["name"],
-            "additionalProperties": False,
-        }
-    },
-}
-WHO: Any = {"name": 'x "y', "child": {"name": "", "child": None}}
-VALUES: list[tuple[dict[str, Any], bool]] = [
-    ({"text": "", "who": {"name": "a"}}, True),
-    ({"text": "a\n<b", "code": "b/x", "size": 2.5, "who": WHO, "tags": ["a", "}"], "mode": "a b"}, True),
-    ({"text": "a", "size": None, "who": WHO, "tags": ["a"]}, True),
-    ({"text": "a", "price": "5$ each", "path": "./a\\/", "who": WHO}, True),
-    *(({"text": "a", "ends": ends, "who": WHO}, True) for ends in ("ax", "xb", "c|yd")),
-    *(({"text": "a", "ends": ends, "who": WHO}, False) for ends in ("xa", "bx", "|z")),
-    ({"text": "a", "price": "5", "who": WHO}, False),
-    ({"text": "a", "path": "a/", "who": WHO}, False),
-    ({"text": "abcdef", "who": WHO}, False),
-    ({"text": "a", "code": "d/x", "who": WHO}, False),
-    ({"text": "a", "size": 1, "who": WHO}, False),
-    ({"text": "a"}, False),
-    ({"who": WHO}, False),
-    ({"text": "a", "who": {}}, False),
-    ({"text": "a", "who": {"name": 1}}, False),
-    ({"text": "a", "who": WHO, "tags": []}, False),
-    ({"text": "a", "who": WHO, "tags": ["a", "b", "c"]}, False),
-    ({"text": "a", "who": WHO, "mode": "d"}, False),
-    ({"text": "a", "who": WHO, "more": "d"}, False),
-]
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_5", "glm4_7", "gemma4"])
-def test_notations_follow_schemas(tiny: Tiny, name: str) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": TYPES, "strict": True}}
-    make, tokenizer = strict_rule(tiny, name, [tool])
-    for arguments, is_allowed in VALUES:
-        assert is_valid(arguments) is is_allowed, "the case is what it says"
-        text = call_text(name, "f", arguments)
-        rule, token_ids = make(), tokenizer.encode(text, add_special_tokens=False)
-        assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
-
-
-def is_valid(arguments: Any) -> bool:
-    try:
-        validate(arguments, TYPES)
-    except ValidationError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_5", "gemma4"])
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"type": "object", "properties": {"x": {"type": "string", "format": "date"}}}, "'format'"),
-        ({"type": "object", "properties": {}, "required": ["x"]}, "'x', which is no property"),
-        ({"type": "object", "additionalProperties": {"type": "string"}}, "'additionalProperties'"),
-        ({"type": "object", "properties": {"x": {"allOf": [{"type": "string"}]}}}, "'allOf'"),
-        ({"type": "object", "properties": [1]}, "cannot be read"),
-    ],
-)
-def test_what_a_notation_cannot_express_is_refused(tiny: Tiny, name: str, schema: Any, message: str) -> None:
-    """Of a strict tool. A loose one beside it may be called with anything, and a forced call is written as JSON."""
-    odd = {"type": "function", "function": {"name": "odd", "parameters": schema}}
-    with pytest.raises(ConfigError, match=message):
-        strict_rule(tiny, name, [in_strict(odd)])
-    make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER), odd])
-    text = call_text(name, "odd", {"x": "y", "z": {"a": [1, "b"]}})
-    token_ids = tokenizer.encode(text + "So.", add_special_tokens=False)
-    assert make().num_allowed(token_ids) == len(token_ids)
-    call = load_format(name).call
-    assert call is not None
-    assert not can_bind(call, [Tool.model_validate(odd)])
-    assert can_bind(call, [Tool.model_validate(WEATHER)])
+def test_calls_in_other_notations_are_let_through_beside_a_form(tiny: Tiny) -> None:
+    """Only calls whose arguments are JSON are bound."""
+    own = Grammar.choice(["Bern", "Rome"])
+    for name in ("qwen3_5", "glm4_5", "gemma4"):
+        tokenizer = copy.deepcopy(tiny.plain.tokenizer)
+        tokenizer.add_special_tokens({"extra_special_tokens": MARKERS.get(name, [])})
+        tools = Tools(tools=[Tool.model_validate(in_strict(WEATHER))])
+        assert grammar_of_answer(load_format(name), tools, None, tokenizer, is_thinking=False) is None
+        grammar = grammar_of_answer(load_format(name), tools, own, tokenizer, is_thinking=False)
+        assert grammar is not None
+        call = call_text(name, "weather", {"city": "Oslo", "days": 3})
+        for text, is_allowed in ((call, True), (call + "Oslo", False), ("Bern", True), ("Oslo", False)):
+            rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
 
 
 @pytest.mark.slow
@@ -564,20 +479,17 @@ def streamed(client: OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "glm4_5", "glm4_7", "gemma4"])
-def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_calls_are_forced_as_json_in_notations_that_are_not(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """The model reasons as it always does, and the client gets JSON, whole or as it is written."""
     file = tmp_path / "chat.jinja"
     file.write_text(TEMPLATE)
-    schema = {**SCHEMA, "properties": {**SCHEMA["properties"], "why": {"type": "string", "maxLength": 12}}}
-    schema["required"] = [*schema["properties"]]
-    tool = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}
-    asked: Any = {"tools": [tool], "tool_choice": NAMED, "max_tokens": 200}
+    asked: Any = {"tools": [in_strict(WEATHER)], "tool_choice": NAMED, "max_tokens": 200}
     with running(tiny.engine(), chat_template=file, answer_format=name) as server, openai_client(server) as client:
         (choice,) = ask(client, **asked, temperature=1).choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "stop"
-        validate(json.loads(call.function.arguments), schema)
+        validate(json.loads(call.function.arguments), SCHEMA)
         calls, deltas = streamed(client, **asked, temperature=1)
         assert calls == [(call.function.name, call.function.arguments)]
         assert deltas > 4, "arguments come before the call is complete"
@@ -585,20 +497,7 @@ def test_calls_are_forced_in_notations_that_are_not_json(tiny: Tiny, tmp_path: P
             extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
             (choice,) = ask(client, **asked, extra_body=extra).choices
             assert choice.message.reasoning_content
-            validate(json.loads(choice.message.tool_calls[0].function.arguments), schema)
-        several = {**asked, "max_tokens": 350, "tool_choice": "required", "seed": 4, "extra_body": {"ignore_eos": True}}
-        (choice,) = ask(client, **several).choices
-        calls, _ = streamed(client, **several)
-        assert calls == [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-        assert len(calls) > 1
-        odd: Any = {"type": "object", "properties": {"x": {"type": "string", "format": "date"}}, "required": ["x"]}
-        odd["additionalProperties"] = False
-        tool = in_strict(tool, parameters=odd)
-        (choice,) = ask(client, **{**asked, "tools": [tool]}).choices
-        assert json.loads(choice.message.tool_calls[0].function.arguments).keys() == {"x"}, "forced as plain JSON"
-        with pytest.raises(openai.BadRequestError, match="'format'") as error:
-            ask(client, tools=[tool])
-        assert error.value.param == "tools"
+            validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
         assert ask(client, tools=[in_strict(WEATHER)], max_tokens=5).choices[0].finish_reason == "length"
 
 

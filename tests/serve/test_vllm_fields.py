@@ -25,7 +25,7 @@ def client(drafting: Running) -> Iterator[OpenAI]:
 
 
 def plain_ids(tiny: Tiny, prompt: Any, **params: Any) -> list[int]:
-    """What plain decoding answers; a drafter knows it from now on."""
+    """Return plain decoding's answer; a drafter knows it from now on."""
     tiny.answer(prompt, **params)
     (result,) = tiny.plain.generate([tiny.plain.encode(prompt)], SamplingParams(**params))
     return result.token_ids

@@ -65,7 +65,7 @@ MARKS: dict[str, list[str]] = {
 }
 MARKS["glm4_7"] = MARKS["glm4_5"]
 FORMS = tuple(MARKS)
-"""What a tokenizer of each format has as tokens of their own, unless its markers are text."""
+"""Own tokens of a tokenizer of each format, unless its markers are text."""
 TURNS = {
     "hermes": ("<|im_start|>{role}\n", "<|im_end|>\n"),
     "glm4_5": ("<|{role}|>", ""),
@@ -152,7 +152,7 @@ def chat_template(form: str, *, as_text: bool, with_bos: bool, thinks: Thinks) -
 
 
 def opening_of(form: str) -> str:
-    """What a prompt ends with."""
+    """End of a prompt."""
     if form in ("mistral", "mistral_list"):
         return ""
     role = "model" if form == "gemma4" else "assistant"

@@ -1,4 +1,4 @@
-"""What the training tests share: rows for the tiny pair and a runner for trainings of a second or two."""
+"""Shared parts of the training tests: rows for the tiny pair and a runner for trainings of a second or two."""
 
 import json
 import random

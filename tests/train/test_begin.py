@@ -106,19 +106,13 @@ def test_features_begin_as_mostly_the_last_tap() -> None:
 
 
 @torch.no_grad()
-def test_other_numbers_of_heads_and_other_widths_take_what_fits() -> None:
+def test_mlps_of_other_widths_take_what_fits() -> None:
     model = make_target(CONFIGS["qwen3"])
     whole = new_drafter(model).layers[0]
-    fewer = new_drafter(model, num_heads=2, num_kv_heads=1, intermediate_size=16).layers[0]
-    more = new_drafter(model, num_heads=8, num_kv_heads=4, intermediate_size=80).layers[0]
-    torch.testing.assert_close(fewer.self_attn.q_proj.weight, whole.self_attn.q_proj.weight[:16])
+    fewer, more = (new_drafter(model, intermediate_size=size).layers[0] for size in (16, 80))
     torch.testing.assert_close(fewer.mlp.down_proj.weight, whole.mlp.down_proj.weight[:, :16])
     states = torch.randn(5, 32)
     torch.testing.assert_close(more.mlp(states), whole.mlp(states))
-    attended = torch.randn(5, 32)  # heads that stand twice share the output
-    torch.testing.assert_close(more.self_attn.o_proj(attended.repeat(1, 2)), whole.self_attn.o_proj(attended))
-    other = new_drafter(model, head_dim=16).layers[0]
-    torch.testing.assert_close(other.mlp(states), whole.mlp(states))
 
 
 @torch.no_grad()

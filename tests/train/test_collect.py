@@ -14,9 +14,10 @@ import pytest
 from tests.forks import Forked
 from tests.serve.running import wait_until
 from volley.errors import ConfigError, EndpointError, InputError
+from volley.params import SamplingParams
+from volley.results import GenerationResult, GenerationStats
 from volley.train.collect import CollectConfig, EngineSource, Progress, collect, make_jobs
 from volley.train.endpoint import EndpointSource
-from volley.types import GenerationResult, GenerationStats, SamplingParams
 
 
 class FakeTokenizer:
@@ -291,7 +292,7 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
 
 
 def test_an_endpoint_that_takes_reasoning_out_of_its_answers_is_refused(tmp_path: Path, serve: Any) -> None:
-    """What is left is not what the target writes behind the prompt."""
+    """The rest is not what the target writes behind the prompt."""
     config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "think"}),), out=tmp_path / "o.jsonl")
     with pytest.raises(EndpointError, match="without a reasoning parser, ask with --no-thinking"):
         collect(config, source_of(serve()))

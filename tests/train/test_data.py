@@ -34,7 +34,7 @@ def test_a_response_is_what_follows_the_generation_prompt_and_ends_its_turn(tiny
 
 
 def test_what_is_held_out_answers_other_prompts(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """Of four answers to each prompt, and of conversations, whose turns hold each other."""
+    """Each prompt has four answers, and the turns of conversations hold each other."""
     rows = [
         {"prompt_token_ids": [5, prompt], "response_token_ids": [7, 8, sample]}
         for prompt in range(10, 20)

@@ -29,7 +29,7 @@ def test_the_narrowest_window_that_keeps_tau(narrow: float, wide: float, found: 
 
 
 def test_a_window_is_judged_by_blocks_that_have_more_context() -> None:
-    """It loses where the context is longer, however many short contexts it keeps whole."""
+    """The window loses where the context is longer, however many short contexts it keeps whole."""
     valid = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
     whole = torch.ones(BLOCKS, SLOTS, dtype=torch.bool)
     cut = whole[ANCHORS > 500]

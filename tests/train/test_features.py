@@ -1,14 +1,22 @@
-"""Features kept in memory are those of running the target, whatever is asked for in whatever order, and cost no second pass."""
+"""Features are those of the target as it decodes; those in memory cost no second pass, whatever is asked in whatever order."""
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.conftest import TinyPair
+from tests.models.gguf import files
+from tests.tiles import needs_kernels
+from tests.tiny import random_drafter
+from volley import Engine, SamplingParams
+from volley.engine.step import Step
+from volley.models.targets.target import Target
 from volley.train.documents import Document
 from volley.train.features import KEPT, FeatureMemory, Features, FrozenTarget, OnlineFeatures, RememberedFeatures
 
@@ -79,3 +87,44 @@ def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.Mon
     assert target.remembered.size == 4 * size  # three layers and the final states, each once
     target.remembered.clear()
     assert target.remembered.of(DOCUMENTS[0]) == {}
+
+
+@needs_kernels
+def test_a_quantised_file_is_read_as_it_decodes(tmp_path: Path) -> None:
+    """The engine's prompt pass gives the same numbers; dense weights, whose inputs are not rounded to codes, give others."""
+    path = tmp_path / "q4_0.gguf"
+    files.write_model(path, files.random_model("llama"), "llama", "Q4_0", tokenizer=files.bpe_tokenizer())
+    target = FrozenTarget(str(path), torch.float32, torch.device("cpu"))
+    assert target.served is not None
+    found = OnlineFeatures(target, [0, 1], False)(DOCUMENTS, range(len(DOCUMENTS))).taps
+    assert found.dtype == torch.float32
+    dense = OnlineFeatures(target, [0, 1], True)(DOCUMENTS, range(len(DOCUMENTS))).taps
+    for row, document in enumerate(DOCUMENTS):
+        own = found[row, : len(document)]
+        assert not found[row, len(document) :].any()
+        assert torch.equal(own, engine_features(target.served, [0, 1], document).float())
+        assert 0 < (own - dense[row, : len(document)]).norm() < 0.05 * own.norm()
+
+
+def engine_features(target: Target, taps: list[int], document: Document) -> Tensor:
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    drafter = random_drafter(vocab_size=files.VOCAB, num_target_layers=3, target_layer_ids=tuple(taps), **shape)
+    engine = Engine(target, drafter.to(target.dtype), policy="fixed")
+    engine.add_request(document.token_ids.tolist(), SamplingParams(max_tokens=4))
+    kept: list[Tensor] = []
+    keep = engine.core.sequences.keep
+
+    def spied(step: Step) -> None:
+        assert step.features is not None
+        kept.append(step.features.clone())
+        keep(step)
+
+    engine.core.sequences.keep = spied  # type: ignore[method-assign]
+    engine.step()
+    return torch.cat(kept)

@@ -41,8 +41,8 @@ def test_features_in_training_are_those_of_decoding(name: str, tmp_path: Path, m
         assert step.features is not None
         seen.append(step.features.clone())
 
-    inner = engine.runner.forward
-    monkeypatch.setattr(engine.runner, "forward", forward)
+    inner = engine.core.runner.forward
+    monkeypatch.setattr(engine.core.runner, "forward", forward)
     list(engine.generate(token_ids, SamplingParams(max_tokens=1)))
     found = torch.cat(seen)
     documents = [Document(torch.tensor(token_ids[:size], dtype=torch.int32), 1) for size in (30, 9)]

@@ -1,4 +1,4 @@
-"""What a training says that it takes, and what it refuses."""
+"""The stated memory of a training, and what is refused."""
 
 from pathlib import Path
 

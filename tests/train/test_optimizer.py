@@ -11,7 +11,7 @@ from volley import native
 from volley.train.optimizer import Muon, MuonWithAdamW
 
 LONGEST = 1.7 if native.has_dot_products else 1.28
-"""Of what Muon has made equally long: products in bf16 are rounded."""
+"""Allowed ratio of lengths that Muon has made equal: products in bf16 are rounded."""
 
 
 def make() -> tuple[nn.Linear, MuonWithAdamW]:

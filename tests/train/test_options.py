@@ -26,7 +26,6 @@ NEEDED: dict[str, Any] = {"target": "t", "data": ("d",), "out": "o"}
         ({"reveal": 1.5}, r"reveal is 1.5; it must be in \[0, 1\]"),
         ({"reveal": 0.5, "loss_decay": "pace"}, "use loss_decay='decay'"),
         ({"max_steps": 0}, "max_steps is 0"),
-        ({"soft_targets": 0.5, "total_variation": 0.6}, "at most 1 together"),
         ({"head": "residuel"}, "did you mean 'residual'"),
         ({"taps": "1,x"}, "give a count"),
         ({"taps": 0}, "tap at least one layer"),

@@ -1,4 +1,4 @@
-"""Where a search begins is derived from the target's config alone."""
+"""Initial settings follow from the target's config alone."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a run stands: batches in order, fractions by the nearest bound, and what is due when."""
+"""Position of a run: batches in order, fractions by the nearest bound, and what is due when."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the blocks of a training step see of their context."""
+"""The context that the blocks of a training step see."""
 
 from types import SimpleNamespace
 from typing import cast

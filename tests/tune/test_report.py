@@ -1,4 +1,4 @@
-"""What the report of a tuning says before anything else."""
+"""The first lines of a tuning's report."""
 
 from pathlib import Path
 from typing import Any

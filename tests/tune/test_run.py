@@ -232,7 +232,7 @@ def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> N
 
 
 def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path) -> None:
-    """Whether their responses have token ids, as those of the target here, or text alone, as those of an endpoint."""
+    """Responses have token ids, as those of the target here, or text alone, as those of an endpoint."""
     target = make_target(tmp_path, CONFIGS["llama"])
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'T' if enable_thinking else 'F' }}"
     (target / "chat_template.jinja").write_text(template)
@@ -375,7 +375,7 @@ def test_what_judges_has_an_answer_and_room_for_another(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_a_model_is_refused(tmp_path: Path) -> None:
-    """It would be measured, certified and served instead of the drafter inside."""
+    """A file in the folder would be measured, certified and served instead of the drafter inside."""
     config = options(tmp_path, tmp_path / "target")
     make_folder(config.out)
     (config.out / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What the environment makes vLLM do. The engine's arguments are played here; ``test_activated.py`` has real ones."""
+"""The effect of the environment on vLLM. The engine's arguments are played here; ``test_activated.py`` has real ones."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.conftest import TinyPair
 from tests.tiny import random_drafter
 from volley.errors import ConfigError
 from volley.models.checkpoints.checkpoint import HeadConfig
-from volley.vllm import launch, register
+from volley.vllm import options, register
 from volley.vllm.activation import NOTHING, configure
 from volley.vllm.options import LOGGER
 
@@ -36,7 +36,7 @@ class Arguments(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def _environment(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(options, "is_cpu_build", lambda: False)
     monkeypatch.setenv("VOLLEY_DRAFTER", str(tiny_pair.drafter))
 
 

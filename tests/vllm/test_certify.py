@@ -39,7 +39,7 @@ def certify(log: Path, *arguments: str) -> Certificate:
 def test_vllm_alone_passes(tmp_path: Path) -> None:
     certificate = certify(tmp_path / "log")
     assert [check.name for check in certificate.failed] == []
-    assert {"json", "n", "penalties"} <= {check.name for check in certificate.checks if check.judged}
+    assert {"greedy", "sampled", "penalties"} <= {check.name for check in certificate.checks if check.judged}
 
 
 def test_drafts_pass_with_the_plugin(tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ import torch
 from tests.tiny import Pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import DraftingConfig
-from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Work
+from volley.decode.work import NO_DRAFT, Ask, Proposal, Rule, Shape, Verdict, Work
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Feedback
 from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
-from volley.types import Proposal, Verdict
 from volley.vllm.drafting import SlotDrafter, SlotRequest, SlotTable
 from volley.vllm.pacing import PassPacing
 

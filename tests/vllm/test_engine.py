@@ -63,7 +63,7 @@ def expected(drafter: str) -> dict[str, Any]:
 
 
 def by_volley(target: Path, drafter: str | Path) -> dict[str, Any]:
-    """What volley itself writes, and how many draft tokens it accepts and makes in as many cycles as vLLM runs.
+    """Return volley's own text, and how many draft tokens it accepts and makes in as many cycles as vLLM runs.
 
     vLLM drafts whole blocks to the end and counts what it accepts beyond it.
     """
@@ -152,7 +152,7 @@ def test_a_pilot_chooses_as_it_does_in_volley(expected: dict[str, Any], drafter:
     requests = [engine.add_request(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)) for prompt in PROMPTS]
     while any(request.num_output == 0 for request in requests):
         engine.step()
-    wanted = [engine.pacing.policy.positions[request.request_id] for request in requests]  # type: ignore[attr-defined]
+    wanted = [engine.core.pacing.policy.positions[request.request_id] for request in requests]  # type: ignore[attr-defined]
     assert len(set(wanted)) > 1
 
     run = Run(**plugin(drafter, policy="pilot"))

@@ -92,8 +92,8 @@ def test_where_a_proposer_cannot_work_vllms_own_method_does(
 
 def test_vllms_own_method_knows_no_heads(tmp_path: Path) -> None:
     random_drafter(head=HeadConfig(type="residual", rank=4)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"sequential head.*compiled"):
-        engine_args(PluginOptions(drafter=str(tmp_path)), eager=False)
+    with pytest.raises(UnsupportedModelError, match=r"sequential head.*split over processes"):
+        engine_args(PluginOptions(drafter=str(tmp_path)), tensor_parallel_size=2)
 
 
 def engine_config(eager: bool = True, tensor: int = 1, pipeline: int = 1) -> Any:

@@ -15,10 +15,11 @@ from volley.bench.score import judge
 from volley.bench.tasks import PLAIN, BenchConfig, Case
 from volley.config import DecodingConfig
 from volley.errors import CapacityError, InputError
+from volley.params import DiffusionParams, SamplingParams
 from volley.policies.base import Policy
 from volley.policies.make import make_policy
 from volley.prompts import Conversation, Message
-from volley.types import DiffusionParams, GenerationResult, SamplingParams
+from volley.results import GenerationResult
 
 WARM_UP_TOKENS = 24
 IsTie = Callable[[Sequence[int], Sequence[int], Sequence[int]], bool]
@@ -87,8 +88,9 @@ class BenchEngine(Protocol):
     """Part of ``Engine`` that measuring needs."""
 
     config: DecodingConfig
-    drafter: Any
 
+    @property
+    def drafter(self) -> Any: ...
     def reconfigure(self, config: DecodingConfig) -> None: ...
     def generate(self, prompts: Any, params: Any) -> Iterator[GenerationResult]: ...
     def reset_prefix_cache(self) -> None: ...

@@ -18,7 +18,8 @@ from volley.config import DecodingConfig
 from volley.models.checkpoints.formats import obstacles, transformers_config, transformers_names
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.loading import load_causal_lm
-from volley.types import FinishReason, GenerationResult, GenerationStats, SamplingParams
+from volley.params import SamplingParams
+from volley.results import FinishReason, GenerationResult, GenerationStats
 
 LOOKUP_TOKENS = 10
 

@@ -70,6 +70,8 @@ class Summary:
     """Number of differing runs that part at two logits equal to within rounding."""
     accuracy: float | None = None
     """Share of judged answers that are right."""
+    accepted_share: float | None = None
+    """Share of drafted tokens that were accepted; of a tree all nodes count as drafted."""
     acceptance_by_position: list[float] = field(default_factory=list)
     """Share of cycles with a full block or tree that accepted at least k draft tokens, k = 1 … B − 1."""
     histogram: dict[int, int] = field(default_factory=dict)
@@ -121,6 +123,7 @@ def _summarise(
         if run.decode_tokens > 0 and _rate([other]) > 0
     ]
     lengths = [n for record in runs for n in record.accepted_lengths]
+    drafted = sum(size - 1 for record in runs for size in record.block_sizes)
     cycles = sum(record.cycles for record in runs)
     scored = sum(record.scored for record in runs)
     identical = [record.identical for record in runs if record.identical is not None]
@@ -146,6 +149,7 @@ def _summarise(
         differing=sum(record.differing for record in runs),
         ties=sum(record.ties for record in runs),
         accuracy=sum(r.right for r in runs) / scored if scored else None,
+        accepted_share=sum(length - 1 for length in lengths) / drafted if drafted else None,
         acceptance_by_position=_acceptance_by_position(runs),
         histogram={n: lengths.count(n) for n in sorted(set(lengths))},
     )

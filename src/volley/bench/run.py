@@ -20,11 +20,11 @@ from volley.models.diagnosis import holds_target
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
+from volley.params import DiffusionParams
 from volley.policies.make import DEFAULT_POLICY
 from volley.prompts import Message
 from volley.proposers.autoregressive import AutoregressiveProposer
 from volley.proposers.base import Proposer
-from volley.types import DiffusionParams
 
 
 def without_drafter(engine: Engine) -> Engine:
@@ -32,7 +32,7 @@ def without_drafter(engine: Engine) -> Engine:
 
     ``engine`` itself with block size 1 would still update the drafter's K/V, which makes the baseline too slow.
     """
-    can_draft = engine.proposer is not None or engine.pacing.policy.uses_lookup
+    can_draft = engine.core.proposer is not None or engine.core.pacing.policy.uses_lookup
     if not can_draft and engine.target.diffusion is None:
         return engine
     plain = _beside(engine, policy="plain")

@@ -4,15 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from volley.config import DecodingConfig
 from volley.errors import ConfigError, InputError, check_fields, unknown_key
+from volley.params import SamplingParams
 from volley.prompts import Conversation, load_prompts
-
-if TYPE_CHECKING:
-    from volley.types import SamplingParams
-
 
 _PLAINLY = DecodingConfig(block_size=1)
 
@@ -105,7 +102,7 @@ class BenchConfig:
     thinking: bool | None = None
     """Value of ``enable_thinking`` for the chat template; by default the template decides."""
     score: bool = False
-    """Score the answers: exact match for mathematics and GPQA; code runs on its tests in a subprocess with limits."""
+    """Score the answers to mathematics and GPQA by exact match."""
 
     def __post_init__(self) -> None:
         counts = ("num_prompts", "concurrency", "max_tokens", "repeats", "draft_tokens")
@@ -159,9 +156,7 @@ class BenchConfig:
             workload[name if short in workload else short] = conversations[self.skip_prompts :]
         return workload
 
-    def params(self, temperature: float, repeat: int) -> "SamplingParams":
-        from volley.types import SamplingParams
-
+    def params(self, temperature: float, repeat: int) -> SamplingParams:
         seed = None if self.unseeded else self.seed + repeat
         return SamplingParams(
             temperature=temperature, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, seed=seed

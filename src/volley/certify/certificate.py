@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import transformers
 
+from volley.bench.run import without_drafter
 from volley.certify import checks
 from volley.certify.checks import Check, Questions
 from volley.certify.options import CertifyConfig
-from volley.certify.sampled import check_server, check_way, plain_engine, ways
-from volley.certify.structured import check_json
+from volley.certify.sampled import check_server, check_way, ways
 from volley.certify.subject import EngineSubject, NotOffered, ServerFailure, ServerSubject, TooBusy
 from volley.engine.engine import Engine
 from volley.errors import EndpointError
@@ -30,7 +30,6 @@ from volley.models.layers.fingerprint import drafter_fingerprint, target_fingerp
 Say = Callable[[str], None]
 Steps = list[tuple[str, Callable[[], Sequence[Check]]]]
 """Names of checks, each with the function that runs it."""
-JSON_PROMPTS = 4
 LONG_TOKENS, LONG_CHARACTERS = 400, 1600
 """Length of the prompts that a prefix cache should find, in tokens and in characters."""
 NONCE_CHARACTERS = 64
@@ -51,15 +50,13 @@ FINDINGS = {
     "sampled with top_p, top_k and penalties": "truncation or penalties bias sampled output",
     "sampled trees": "trees: sampled draft trees are accepted by a rule that is biased on them",
     "seeds": "seeds do not repeat answers",
-    "n": "several answers to one prompt are not what they should be",
-    "json": "answers are not of the schema that was asked for",
 }
 """Finding for the first failed check, in this order: an earlier fault explains the later ones."""
 
 
 REQUIRED = {"greedy", "sampled"}
 """Checks that must be judged for the verdict "lossless"."""
-OPTIONAL = {"top_k", "top_p", "penalties", "stop", "seeds", "n", "json"}
+OPTIONAL = {"top_k", "top_p", "penalties", "stop", "seeds"}
 """Checks of fields that a server may lack."""
 
 
@@ -117,7 +114,7 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
 
     A diffusion language model without a drafter drafts for itself: its mode ``self`` is checked against autoregressive decoding.
     """
-    started, plain = time.monotonic(), plain_engine(engine)
+    started, plain = time.monotonic(), without_drafter(engine)
     chosen = list(prompts[: config.prompts_used])
     greedy = checks.greedy_params(config.max_tokens)
     subject, reference = EngineSubject(engine), EngineSubject(plain)
@@ -126,14 +123,14 @@ def certify_pair(engine: Engine, prompts: Sequence[list[int]], config: CertifyCo
     most = min(LONG_TOKENS, engine.snapshot().max_tokens - 2 * config.max_tokens)
     longer = _lengthened(texts, most)
     tie = checks.tie_between(engine.target.dtype)
-    exact = engine.inexact is None or engine.target.dtype == torch.float32
+    exact = engine.core.inexact is None or engine.target.dtype == torch.float32
     questions = Questions(
         subject, reference, chosen, longer, lambda asked, _: list(asked), greedy, max(tie, 1e-3), exact
     )
     before, mode = engine.config, engine.procedures.default_mode
-    engine.procedures.default_mode = "self" if engine.proposer is None else "autoregressive"
-    if engine.proposer is not None:
-        engine.block_size = engine.proposer.block_size
+    engine.procedures.default_mode = "self" if engine.core.proposer is None else "autoregressive"
+    if engine.core.proposer is not None:
+        engine.block_size = engine.core.proposer.block_size
     found = []
     try:
         for _, check in (*_before_sampling(questions), *_parameters(questions)):
@@ -225,8 +222,6 @@ def _server_checks(
         *_before_sampling(questions),
         ("sampled", lambda: check_server(subject, reference, lambda _: chosen, greedy, config, 4)),
         *_fields(questions),
-        ("n", lambda: [_check_choices(subject, chosen[0], greedy)]),
-        ("json", lambda: [check_json(subject, reference, chosen[:JSON_PROMPTS])]),
     ]
     elsewhere = {} if reference is None else dict(_fields(replace(questions, subject=reference)))
     for name, check in todo:
@@ -245,20 +240,6 @@ def _server_checks(
             yield Check(name, False, f"the server broke down: {error}", facts={"broke": True})
             if not subject.is_there():
                 return
-
-
-def _check_choices(subject: ServerSubject, prompt: str, greedy: Any) -> Check:
-    replies = subject.choices(prompt, greedy, 3)
-    if replies is None:  # some servers return several answers only for sampled requests
-        replies = subject.choices(prompt, replace(greedy, temperature=1.0, top_k=1), 3)
-    if replies is None:
-        return Check("n", True, "not offered by this server", judged=False)
-    passed = len(replies) == 3 and len({reply.tokens for reply in replies}) == 1
-    return Check(
-        "n",
-        passed,
-        f"{len(replies)} greedy answers to one prompt, {len({r.tokens for r in replies})} of them different",
-    )
 
 
 def _before_sampling(questions: Questions) -> Steps:
@@ -304,7 +285,7 @@ def _said(check: Check, say: Say) -> Check:
 
 def _pair_facts(engine: Engine) -> dict[str, Any]:
     facts: dict[str, Any] = {"target": target_fingerprint(engine.target.model), "dtype": str(engine.target.dtype)}
-    facts["exact"] = "yes" if engine.inexact is None else f"no: {engine.inexact}"
+    facts["exact"] = "yes" if engine.core.inexact is None else f"no: {engine.core.inexact}"
     if engine.drafter is not None:
         facts["drafter"] = drafter_fingerprint(engine.drafter)
     elif engine.target.diffusion is not None:

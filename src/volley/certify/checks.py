@@ -11,7 +11,7 @@ import torch
 from volley.bench.ties import TIE_UNITS, unit_in_last_place
 from volley.certify.statistics import poisson_p
 from volley.certify.subject import TOP, Reply, Subject, Token
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 TIE = 0.15
 """Largest gap in nats of two tokens that a bf16 target may rank either way: two units in the last place of logits up to 16."""

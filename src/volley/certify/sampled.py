@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volley.bench.run import without_drafter
 from volley.certify.checks import Check, tie_between
 from volley.certify.options import POWER, CertifyConfig
 from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject, unchosen
-from volley.config import CapacityConfig, DecodingConfig
+from volley.config import DecodingConfig
+from volley.decode.late import Reading
 from volley.decode.sampling import without
-from volley.decode.work import NO_DRAFT, Kind, Work
-from volley.engine.capacity import beside_others
+from volley.decode.work import NO_DRAFT, Kind, Proposal, Verdict, Work
 from volley.engine.engine import Engine
 from volley.memory.batch import Segment
+from volley.params import SamplingParams
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
-from volley.types import Proposal, SamplingParams, Verdict
 
 AT_ONCE = 16
 LEAST_BONUS = 100
@@ -62,12 +63,13 @@ class Scoring(Speculative):
     def num_rows(self, work: Work[Request]) -> int:
         return work.num_known
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         for work in works:
             request, rows = work.request, logits[work.rows].float().cpu()
             self.logits.setdefault(request.request_id, []).append(rows.clone())
             if request.computed + work.num_known == request.length:
                 work.verdict = Verdict(0, [int(rows[-1].argmax())])
+        return Reading()
 
 
 class ScoringInPlace(Scoring):
@@ -86,22 +88,13 @@ class ScoringInPlace(Scoring):
         parents = (*range(len(tokens) - 1), *range(len(tokens)))
         return tokens + [self.mask_token_id] * len(tokens), replace(segment, length=2 * len(tokens), parents=parents)
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> None:
-        super().absorb(works, without(logits, self.mask_token_id))
+    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        return super().absorb(works, without(logits, self.mask_token_id))
 
 
 def _scoring(engine: Engine) -> Scoring:
     mask = unchosen(engine)
     return Scoring(engine.config) if mask is None else ScoringInPlace(engine.config, mask)
-
-
-def plain_engine(engine: Engine) -> Engine:
-    """Return a second engine on the same target that drafts nothing."""
-    device, pages = engine.target.device, CapacityConfig(num_pages=engine.snapshot().num_pages)
-    sizes = pages if device.type == "cpu" else beside_others(device)
-    plain = Engine(engine.target, config=DecodingConfig(block_size=1, kv_dtype=engine.config.kv_dtype), capacity=sizes)
-    plain.procedures.default_mode = "autoregressive"
-    return plain
 
 
 def ways(engine: Engine, tokens: int) -> list[Way]:
@@ -112,8 +105,8 @@ def ways(engine: Engine, tokens: int) -> list[Way]:
         Way("sampled at T = 0.6", replace(at_one, temperature=0.6)),
         Way("sampled with top_p, top_k and penalties", replace(at_one, top_p=0.9, top_k=20, presence_penalty=0.5)),
     ]
-    if engine.proposer is not None and engine.proposer.can_grow_trees:
-        found.append(Way("sampled trees", at_one, {"tree_nodes": 2 * engine.proposer.block_size}))
+    if engine.core.proposer is not None and engine.core.proposer.can_grow_trees:
+        found.append(Way("sampled trees", at_one, {"tree_nodes": 2 * engine.core.proposer.block_size}))
     return found
 
 
@@ -125,11 +118,15 @@ def check_way(engine: Engine, prompts: Sequence[list[int]], way: Way, config: Ce
 def draw_way(engine: Engine, prompts: Sequence[list[int]], way: Way, wanted: int, seed: int) -> Sampled:
     """Return at least ``wanted`` scored tokens of sampled answers."""
     before = engine.config
-    settings = {"policy": None, "block_size": engine.proposer.block_size if engine.proposer else 1, **way.decoding}
+    settings = {
+        "policy": None,
+        "block_size": engine.core.proposer.block_size if engine.core.proposer else 1,
+        **way.decoding,
+    }
     engine.reconfigure(replace(before, **settings))
     # Draw separate noise for each way, whatever the seed of ``random``: the tests must not share tokens.
     found = Sampled(Deviations(Random(f"{seed}/{way.name}")), Deviations(Random(f"{seed}/{way.name}/bonus")))
-    scorer = plain_engine(engine)
+    scorer = without_drafter(engine)
     try:
         while found.every.count < wanted:
             batch = [prompts[index % len(prompts)] for index in range(AT_ONCE)]

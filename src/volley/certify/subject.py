@@ -11,8 +11,8 @@ import httpx
 
 from volley.engine.engine import Engine
 from volley.errors import EndpointError
+from volley.params import SamplingParams
 from volley.train.endpoint import retry_after
-from volley.types import SamplingParams
 
 TOPS = (20, 10, 5, 1)
 """Numbers of log-probabilities per token to request, until the server accepts one."""
@@ -46,14 +46,6 @@ class Reply:
     """Likeliest token of each position and its log-probability, from a server; ``None`` if the token is part of a character."""
     cached: int | None = None
     """Number of prompt tokens found in a cache; ``None`` if a server does not report it."""
-
-
-@dataclass(frozen=True)
-class Structured:
-    """Answer of a chat to a ``response_format``."""
-
-    text: str
-    finish_reason: str
 
 
 class Subject(Protocol):
@@ -174,34 +166,6 @@ class ServerSubject:
 
     def forget(self) -> None:
         """Do nothing: a server's cache cannot be cleared, so uncached prompts begin with a new prefix."""
-
-    def choices(self, prompt: str, params: SamplingParams, n: int) -> list[Reply] | None:
-        """Return ``n`` answers to one prompt; ``None`` if the server refuses several."""
-        try:
-            raw = self._json("POST", "/completions", {**self._body(prompt, params), "n": n})
-        except NotOffered:
-            return None
-        return [_reply(choice) for choice in raw["choices"]]
-
-    def structured(
-        self, asked: Sequence[tuple[str, float]], schema: dict[str, Any] | None, max_tokens: int
-    ) -> list[Structured] | None:
-        """Return JSON answers under ``schema`` to chats of a prompt and a temperature, eight at once; ``None`` if the server
-        refuses."""
-        with ThreadPoolExecutor(8) as pool:
-            try:
-                return list(pool.map(lambda one: self._structured(one[0], one[1], schema, max_tokens), asked))
-            except NotOffered:
-                return None
-
-    def _structured(self, prompt: str, temperature: float, schema: dict[str, Any] | None, most: int) -> Structured:
-        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        body |= {"temperature": temperature, "max_tokens": most}
-        if schema is not None:
-            form = {"name": "answer", "schema": schema, "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": form}
-        choice = self._json("POST", "/chat/completions", body)["choices"][0]
-        return Structured(choice["message"].get("content") or "", choice.get("finish_reason") or "stop")
 
     def _ask(self, prompt: str, params: SamplingParams) -> Reply:
         raw = self._json("POST", "/completions", self._body(prompt, params))

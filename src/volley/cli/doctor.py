@@ -56,10 +56,13 @@ def doctor(
 
 def _explain_vllm(target: str, drafter: Path | None) -> None:
     from volley.vllm.activation import NOTHING, explain
-    from volley.vllm.launch import VARIABLE, check_installed
-    from volley.vllm.options import TESTED
+    from volley.vllm.options import TESTED, VARIABLE, check_tested
 
-    check_installed(TESTED)
+    try:
+        import vllm
+    except ImportError:
+        raise ConfigError(f"vLLM is not installed in this environment: pip install 'vllm=={TESTED}.*'") from None
+    check_tested(vllm.__version__)
     if drafter is not None:
         os.environ[VARIABLE] = str(drafter)
     line = explain(target)

@@ -7,6 +7,8 @@ import typer
 
 from volley.errors import UnsupportedModelError
 from volley.imports import import_transformers, quick_imports
+from volley.models.description import Diagnosis, describe_target
+from volley.models.gguf.file import is_gguf
 from volley.options import expand
 
 
@@ -23,6 +25,21 @@ def inspect(
 
     For a target: describe its shape, its quantisation, and whether its output is batch-invariant.
     """
+    found = describe_target(path) if is_gguf(path) else None
+    if found is None:
+        found = _examine(path, target)
+    typer.echo(f"{path}: {found.title}")
+    for name, fact in found.facts.items():
+        typer.echo(f"  {name}: {fact}")
+    for problem in found.problems:
+        typer.echo(f"  wrong: {problem}")
+    if found.problems:
+        raise typer.Exit(1)
+    typer.echo("  nothing is wrong with it" + (f"; it fits {target}" if target else ""))
+
+
+def _examine(path: Path, target: str | None) -> Diagnosis:
+    """Describe a checkpoint by the modules that would be made from it."""
     with quick_imports():
         import_transformers()
         from volley.engine.exactness import foresee_exactness
@@ -34,11 +51,4 @@ def inspect(
             found.facts["answers are exact to the bit"] = foresee_exactness(path)
         except UnsupportedModelError as error:
             found.problems.append(str(error))
-    typer.echo(f"{path}: {found.title}")
-    for name, fact in found.facts.items():
-        typer.echo(f"  {name}: {fact}")
-    for problem in found.problems:
-        typer.echo(f"  wrong: {problem}")
-    if found.problems:
-        raise typer.Exit(1)
-    typer.echo("  nothing is wrong with it" + (f"; it fits {target}" if target else ""))
+    return found

@@ -1,5 +1,6 @@
 """Options for the models of a command, and the engine that they describe."""
 
+import atexit
 import os
 import re
 import socket
@@ -33,8 +34,8 @@ class ModelOptions:
     target: str | None = None
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
-    """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; the bundled target comes with its own, and with
-    reference-dflash and reference-markov. smollm2-135m is SmolLM2-135M-Instruct's."""
+    """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; by default the bundled one of the target, if
+    there is one: reference (also -dflash and -markov), and smollm2-135m for SmolLM2-135M and its fine-tunes."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
     device: str = "auto"
@@ -103,8 +104,10 @@ def load_engine(
         if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
             import_transformers()
         from volley.engine.engine import Engine
+        from volley.models.layers.residency import forget_libraries
         from volley.models.targets.diffusion import load_target
 
+    atexit.register(forget_libraries)  # the end of the process reads pages of libraries that it has not used
     if models.threads is not None:
         if models.threads < 1:
             raise ConfigError(f"threads is {models.threads}; it must be at least 1")

@@ -3,9 +3,10 @@
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from volley.params import SamplingParams
+
 if TYPE_CHECKING:
     from volley.engine.engine import Engine
-    from volley.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,11 @@ class SamplingOptions:
         """Return the options that were given, by name."""
         return {name: own for name, own in asdict(self).items() if own is not None and name != "generation_config"}
 
-    def params(self, **fixed: Any) -> "SamplingParams":
+    def params(self, **fixed: Any) -> SamplingParams:
         """Return the parameters of requests; options that were given win over ``fixed``."""
-        from volley.types import SamplingParams
-
         return SamplingParams(**{**fixed, **self.given()})
 
-    def with_defaults(self, params: "SamplingParams", engine: "Engine") -> "SamplingParams":
+    def with_defaults(self, params: SamplingParams, engine: "Engine") -> SamplingParams:
         """Return ``params`` with the model's own values of what was left out, and say which these are."""
         from volley.cli import console
         from volley.models.targets.sampling_defaults import sampling_defaults

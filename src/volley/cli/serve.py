@@ -1,9 +1,7 @@
 """Command ``volley serve``: serves a pair over HTTP."""
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Annotated
 
 from volley.cli.models import Capacity, ModelArgument, ModelOptions, load_engine, with_target
 from volley.config import DecodingConfig
@@ -32,13 +30,8 @@ def serve(
     capacity: Capacity,
     recalibration: Annotated[RecalibrateConfig, Without(*PACE)],
     model: ModelArgument = None,
-    engine: Annotated[
-        Literal["volley", "vllm"],
-        typer.Option(help="Server to start. vllm has its own options: volley serve --engine vllm --help."),
-    ] = "volley",
 ) -> None:
     """Serve a pair over HTTP with OpenAI's API; /dashboard shows its state."""
-    assert engine == "volley"
     models = with_target(models, model)
     name = config.served_model_name or (
         "volley-reference" if models.target is None else Path(models.target).resolve().name

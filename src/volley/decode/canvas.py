@@ -1,6 +1,6 @@
 """Define the canvases of diffusion language models, and the rules by which passes turn noise into tokens.
 
-A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2, LLaDA2) begin with mask tokens
+A *canvas* is a run of tokens that a model denoises together. Masked models (SDAR, Fast-dLLM v2) begin with mask tokens
 and reveal some in every pass. DiffusionGemma begins with random tokens (``decode/renoise.py``).
 """
 
@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.decode.sampling import PositionNoise, race, token_probs, without
+from volley.decode.sampling import PositionNoise, Score, race, token_probs, without
 from volley.memory.device import most_together
-from volley.types import DiffusionParams, SamplingParams
+from volley.params import DiffusionParams, SamplingParams
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Canvas:
     tokens: Tensor
     """Input of the next pass, ``[L]``; once ``done``, the result."""
     revealed: Tensor
-    """Mask of final tokens, boolean ``[L]``. A rule may still edit them."""
+    """Mask of final tokens, boolean ``[L]``."""
     num_given: int
     """Number of first tokens that were given."""
     confidence: Tensor = field(init=False)
@@ -69,14 +69,10 @@ class Canvas:
     """Most likely tokens ``[L]`` of each of the last passes, for a rule that waits until they are stable."""
     max_steps: int | None = None
     """Number of passes that a decoding method has chosen for it."""
-    rode: bool = False
+    is_fused: bool = False
     """True if its first pass also verified another draft (a fused canvas)."""
-    extra_steps: int = 0
-    """Number of passes since the last mask was revealed."""
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Log-probabilities of each slot's token under the unmodified distribution of the pass that chose it, and of the most
-    likely tokens there."""
+    scores: list[Score] = field(default_factory=list)
+    """Score of each slot's token in the pass that chose it, if requested."""
 
     def __post_init__(self) -> None:
         self.confidence = torch.zeros(len(self))
@@ -143,17 +139,12 @@ class Denoiser(ABC):
         """Make a canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
 
     @abstractmethod
-    def step(
-        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
-    ) -> Tensor:
-        """Apply one pass to ``canvas``, in place: row i of ``logits [L, V]`` (fp32) predicts slot i.
-
-        Return the slots that got their token in this pass, boolean ``[L]``.
-        """
+    def step(self, look: Look) -> Tensor:
+        """Apply one pass to a canvas, in place. Return the slots that got their token in this pass, boolean ``[L]``."""
 
     def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
         """Call :meth:`step` for several canvases. A rule may process their rows together."""
-        return [self.step(*look) for look in looks]
+        return [self.step(look) for look in looks]
 
 
 @dataclass(frozen=True)
@@ -168,30 +159,26 @@ class Reveal(Denoiser):
         tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
 
-    def step(
-        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
-    ) -> Tensor:
-        tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
-        chosen = self.choose(canvas, confidence, probs, params)
+    def step(self, look: Look) -> Tensor:
+        canvas, (tokens, confidence, probs) = look.canvas, self.candidates(look)
+        chosen = self.choose(canvas, confidence, probs, look.params)
         canvas.decide(chosen, tokens, confidence)
         canvas.done = bool(canvas.revealed.all())
         return chosen
 
-    def candidates(
-        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, noise: CanvasNoise
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, look: Look) -> tuple[Tensor, Tensor, Tensor]:
         """Choose a token for each slot, never the mask. Return tokens and probabilities ``[L]`` on the CPU, and the
         distributions ``[L, V]``.
 
         At temperature 0 the token is the most likely one, and its probability is that at temperature 1.
         """
-        logits = without(logits, self.mask_token_id)
-        if sampling.temperature == 0:
+        logits = without(look.logits, self.mask_token_id)
+        if look.sampling.temperature == 0:
             probs = logits.softmax(dim=-1)
             tokens = probs.argmax(dim=-1)
         else:
-            probs = token_probs(logits, sampling)
-            tokens = noise.choose(probs, canvas.start, canvas.step)
+            probs = token_probs(logits, look.sampling)
+            tokens = look.noise.choose(probs, look.canvas.start, look.canvas.step)
         confidence = probs.gather(-1, tokens[:, None])[:, 0]
         tokens, confidence = read_together(tokens, confidence)
         return tokens, confidence, probs
@@ -227,26 +214,3 @@ def _least_uncertain(masked: Tensor, probs: Tensor, params: DiffusionParams) -> 
     chosen = torch.zeros_like(masked)
     chosen[order[: max(1, int((ordered.cumsum(0) < params.entropy_bound).sum()))]] = True
     return chosen & masked
-
-
-MOST_EDITING_STEPS = 16
-"""Most passes that only edit, after every mask is revealed (LLaDA2.1)."""
-
-
-class Edit(Reveal):
-    """Reveals like :class:`Reveal`, and replaces a revealed token if another one has a probability above ``edit_threshold``
-    (LLaDA2.1)."""
-
-    def step(
-        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
-    ) -> Tensor:
-        assert params.edit_threshold is not None
-        tokens, confidence, probs = self.candidates(canvas, logits, sampling, noise)
-        own = torch.arange(len(canvas)) >= canvas.num_given
-        edited = own & canvas.revealed & (tokens != canvas.tokens) & (confidence > params.edit_threshold)
-        was_full = bool(canvas.revealed.all())
-        chosen = edited if was_full else edited | self.choose(canvas, confidence, probs, params)
-        canvas.decide(chosen, tokens, confidence)
-        canvas.extra_steps += was_full
-        canvas.done = was_full and (not bool(edited.any()) or canvas.extra_steps == MOST_EDITING_STEPS)
-        return chosen

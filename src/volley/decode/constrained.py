@@ -14,9 +14,8 @@ from torch import Tensor
 from volley.decode.rules import Bits, Constraint, TokenRule, apply_rules, constraints, few_tokens, forced_tokens
 from volley.decode.sampling import Purpose, confidences, draft_temperature, draw, race, token_probs
 from volley.decode.tree import CANDIDATES, coupled_logits, expand_freely
-from volley.decode.work import Rule, Work
+from volley.decode.work import Proposal, Rule, Work
 from volley.memory.upload import upload
-from volley.types import Proposal
 
 
 class Following(NamedTuple):

@@ -33,11 +33,7 @@ class Detokenizer:
     _CONTEXT = 6
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        skip_special_tokens: bool = True,
-        before: Sequence[int] = (),
+        self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True, before: Sequence[int] = ()
     ) -> None:
         """Continue the text of ``before``: some tokenizers drop the space in front of a first word."""
         self.decode = _decoder(tokenizer, skip_special_tokens)

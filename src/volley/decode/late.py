@@ -7,23 +7,26 @@ read at once.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.work import Work
+from volley.decode.work import Late, Proposal, Work
 from volley.memory.upload import Download, upload_indices, upload_together
-from volley.types import Late, Proposal
 
 
 class Reading:
     """Collects integers on one device and reads them in one copy."""
 
     def __init__(self) -> None:
+        self.values: Tensor | None = None
+        """All values, on the device, after :meth:`start`."""
         self._parts: list[tuple[Tensor, Callable[[list[int]], None]]] = []
         self._size = 0
+        self._coming: Download | None = None
+        self._end: Callable[[], None] = lambda: None
 
     def add(self, values: Tensor, take: Callable[[list[int]], None]) -> int:
         """Add ``values [n]`` (int64), and return the index of the first among all values. When they are read, ``take`` is
@@ -38,30 +41,33 @@ class Reading:
             assert proposal.late is not None
             self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
             if proposal.late.confidence is not None:
-                self.add_confidence(proposal, proposal.late.confidence)
-
-    def add_confidence(self, proposal: Proposal, values: Tensor) -> None:
-        """Add ``values [k]`` in double precision, which become the confidences of ``proposal``."""
-        self.add_doubles(values, partial(setattr, proposal, "confidence"))
+                self.add_doubles(proposal.late.confidence, partial(setattr, proposal, "confidence"))
 
     def add_doubles(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
         """Call :meth:`add` with ``values [n]`` in double precision."""
         self.add(values.view(torch.int64), lambda bits: take(np.array(bits, dtype=np.int64).view(np.float64).tolist()))
 
-    def read(self, meanwhile: Callable[[Tensor], None] | None = None) -> None:
-        """Wait for all values and hand them out. ``meanwhile`` is called with them, still on the device, before the wait."""
-        if not self._parts:
-            return
-        parts = [part for part, _ in self._parts]
-        together = parts[0] if len(parts) == 1 else torch.cat(parts)
-        coming = Download(together)
-        if meanwhile is not None:
-            meanwhile(together)
-        values, start = coming.tolist(), 0
-        for part, take in self._parts:
-            take(values[start : start + len(part)])
-            start += len(part)
-        self._parts, self._size = [], 0
+    def start(self, end: Callable[[], None]) -> Self:
+        """Start the copy to the host. ``end`` is called when all values have been read. No value can be added any more."""
+        if self._parts:
+            parts = [part for part, _ in self._parts]
+            self.values = parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._coming = Download(self.values)
+        self._end = end
+        return self
+
+    def read(self) -> None:
+        """Wait for all values and hand them out, once."""
+        if self._coming is None:
+            self.start(self._end)
+        parts, coming, end = self._parts, self._coming, self._end
+        self._parts, self._size, self._coming, self._end = [], 0, None, lambda: None
+        if coming is not None:
+            values, start = coming.tolist(), 0
+            for part, take in parts:
+                take(values[start : start + len(part)])
+                start += len(part)
+        end()
 
 
 def _take_tokens(proposal: Proposal, values: list[int]) -> None:

@@ -7,7 +7,7 @@ sampling is lossless.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,11 +24,9 @@ from volley.decode.sampling import (
     race,
     uniforms_of,
 )
-from volley.decode.work import Rule, Work
+from volley.decode.work import Proposal, Rule, Works
 from volley.memory.upload import upload, upload_indices
-from volley.types import Proposal, SamplingParams
-
-Works = Sequence[Work[Any]]
+from volley.params import SamplingParams
 
 Transitions = Callable[[list[int], list[int] | Tensor], Tensor]
 """Call ``after(rows, tokens)`` for the logits ``[n, V]`` of n positions, numbered over all blocks, each after its token.
@@ -116,10 +114,7 @@ WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: wal
 
 
 def _walk(
-    after: Transitions,
-    works: Works,
-    choose: Callable[[Tensor, Tensor, Works, int], Tensor],
-    start: Start | None,
+    after: Transitions, works: Works, choose: Callable[[Tensor, Tensor, Works, int], Tensor], start: Start | None
 ) -> Tensor:
     """Draft the tokens ``[Σ k]`` of all blocks, on the device of the logits; the host reads none.
 

@@ -18,7 +18,7 @@ from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Lo
 from volley.decode.sampling import draw, likeliest, token_probs
 from volley.memory.device import most_together
 from volley.memory.upload import upload
-from volley.types import DiffusionParams, SamplingParams
+from volley.params import DiffusionParams, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class Renoise(Denoiser):
         canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return canvas
 
-    def step(
-        self, canvas: Canvas, logits: Tensor, sampling: SamplingParams, params: DiffusionParams, noise: CanvasNoise
-    ) -> Tensor:
-        return self.step_together([Look(canvas, logits, sampling, params, noise)])[0]
+    def step(self, look: Look) -> Tensor:
+        return self.step_together([look])[0]
 
     def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
         """Process the rows of neighbouring canvases of equal length together; only the draws are per canvas.

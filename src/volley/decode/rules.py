@@ -17,7 +17,7 @@ from volley import native
 from volley.decode.sampling import best_tokens, token_probs
 from volley.memory.upload import upload, upload_indices
 from volley.native.sampling import allowed_best, allowed_softmax, can_choose, forbid
-from volley.types import Proposal, SamplingParams
+from volley.params import SamplingParams
 
 _FEW_PLACES = 16  # words of 64 tokens
 
@@ -292,13 +292,3 @@ def apply_rules(rules: Sequence[TokenRule], logits: Tensor, paths: Sequence[Sequ
     for rule in rules:
         logits = rule.apply(logits, paths)
     return logits
-
-
-def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
-    """Return the path of the anchor's row and of each draft token's row: the draft tokens up to it, along the chain or the
-    tree."""
-    paths: list[tuple[int, ...]] = [()]
-    for index, token in enumerate(proposal.token_ids):
-        parent = index if proposal.parents is None else proposal.parents[index]
-        paths.append((*paths[parent], token))
-    return paths

@@ -7,7 +7,7 @@ a request samples, and coupled sampling gives exactly the tokens of plain decodi
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from hashlib import shake_128
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from volley.decode import noise
 from volley.memory.upload import upload, upload_indices
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 Numbers = Sequence[float] | NDArray[np.float64]
 _CPU = torch.device("cpu")
@@ -262,30 +262,20 @@ def draft_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return token_probs(logits, params, draft_temperature(params))
 
 
-class Scores(NamedTuple):
-    """Scores by the target of R known tokens, before any sampling parameter."""
+class Score(NamedTuple):
+    """Score of one known token by the target, before any sampling parameter."""
 
-    logprobs: list[float]
-    """Natural log-probabilities of the tokens."""
-    ranks: list[int]
-    """Rank of each token in its row; the most likely has 1, and equal ones share the best rank."""
-    likeliest: list[list[tuple[int, float]]]
-    """Most likely tokens of each row with their log-probabilities, most likely first."""
-
-    @classmethod
-    def read(cls, values: Sequence[float], num_rows: int) -> Self:
-        """Parse the numbers of :func:`scores_of`, one row after the other."""
-        found = np.array(values).reshape(num_rows, -1)
-        own, ranks, rest = np.split(found, [1, 2], axis=1)
-        best, tokens = np.split(rest, 2, axis=1)
-        pairs = zip(tokens.astype(np.int64).tolist(), best.tolist(), strict=True)
-        likeliest = [list(zip(*pair, strict=True)) for pair in pairs]
-        return cls(own[:, 0].tolist(), ranks[:, 0].astype(np.int64).tolist(), likeliest)
+    logprob: float
+    """Natural log-probability."""
+    rank: int
+    """Rank among all tokens; the most likely has 1, and equal ones share the best rank."""
+    likeliest: list[tuple[int, float]]
+    """Most likely tokens with their log-probabilities, most likely first."""
 
 
-def scores_of(logits: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
-    """Compute the numbers that :meth:`Scores.read` parses, in double precision, for one token of each row of ``logits [R, V]``
-    and the ``count`` most likely ones; ``[R · (2 + 2 · count)]`` on their device."""
+def scores_on_device(logits: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
+    """Compute the numbers that :func:`read_scores` parses, in double precision, for one token of each row of ``logits [R,
+    V]`` and the ``count`` most likely ones; ``[R · (2 + 2 · count)]`` on their device."""
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
     tokens = upload_indices(token_ids, logits.device)[:, None]
@@ -294,9 +284,15 @@ def scores_of(logits: Tensor, token_ids: Sequence[int], count: int) -> Tensor:
     return torch.cat([part.double() for part in parts], dim=1).flatten()
 
 
-def logprobs_of(
-    logits: Tensor, token_ids: Sequence[int], count: int
-) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Return the log-probabilities of :func:`scores_of`, and the most likely tokens, in one copy from the device."""
-    found = Scores.read(scores_of(logits, token_ids, count).tolist(), len(logits))
-    return found.logprobs, found.likeliest
+def read_scores(values: Sequence[float], num_rows: int) -> list[Score]:
+    """Parse the numbers of :func:`scores_on_device`, one row after the other."""
+    rows = np.array(values).reshape(num_rows, -1).tolist()
+    half = (len(rows[0]) - 2) // 2 if rows else 0
+    return [
+        Score(own[0], int(own[1]), list(zip(map(int, own[2 + half :]), own[2 : 2 + half], strict=True))) for own in rows
+    ]
+
+
+def scores_of(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Score]:
+    """Score one token of each row of ``logits [R, V]``, with the ``count`` most likely ones, in one copy from the device."""
+    return read_scores(scores_on_device(logits, token_ids, count).tolist(), len(logits))

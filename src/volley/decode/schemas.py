@@ -24,13 +24,7 @@ _VALUES = {"const", "enum", "default", "examples", "example"}
 _MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 _IDENTIFIERS = {"$dynamicAnchor", "$recursiveAnchor"}
 _OF_ARRAYS = {"uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"}
-_OF_OBJECTS = {
-    "propertyNames",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-}
+_OF_OBJECTS = {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"}
 _IN_PLACE = {
     "$ref",
     "$dynamicRef",
@@ -54,10 +48,7 @@ _ASSERTIONS = {
 }
 _LARGEST = 10**18
 """Largest bound that the library can express."""
-_IMPLIED = {
-    "email": (r"(?!\.)", r"(?!.*\.\.)"),
-    "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)", r"(?!$)"),
-}
+_IMPLIED = {"email": (r"(?!\.)", r"(?!.*\.\.)"), "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)", r"(?!$)")}
 """Look-around that zod writes, and that the library's grammar of the format implies."""
 _ANY = "#/definitions/OpenAiAnyType"
 _MOST_REFERENCES = 20

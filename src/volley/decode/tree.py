@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.decode.sampling import PositionNoise, draft_probs, draft_temperature
-from volley.types import Lattice, Proposal, SamplingParams
+from volley.decode.work import Proposal
+from volley.models.drafters.heads import Lattice
+from volley.params import SamplingParams
 
 CANDIDATES = 16
 """Candidates per position; trees of a few dozen nodes hardly ever use a less likely token."""
@@ -83,8 +85,9 @@ def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]
     it."""
     order = (-scores).argsort(axis=-1, kind="stable")
     below = np.take_along_axis(scores, order, axis=-1)
-    below = below[..., :1] - below
-    costs = below + np.log(np.exp(-below).sum(axis=-1, keepdims=True))
+    best = below[..., :1]
+    below = np.subtract(best, below, out=np.zeros_like(below), where=best != below)  # ∞ − ∞ counts as 0
+    costs = np.where(best > -np.inf, below + np.log(np.exp(-below).sum(axis=-1, keepdims=True)), np.inf)
     return costs.tolist(), order.tolist()
 
 
@@ -127,16 +130,6 @@ def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Pro
         place = len(tokens)
         stack += [(child, place) for child in reversed(children[node])]
     return Proposal(tokens, parents=tuple(parents), confidence=probabilities)
-
-
-def depths_of(proposal: Proposal) -> list[int]:
-    """Return the depth of each row: 0 for the anchor, and the number of draft tokens on the path for each draft token."""
-    if proposal.parents is None:
-        return list(range(len(proposal.token_ids) + 1))
-    depths = [0]
-    for parent in proposal.parents:
-        depths.append(depths[parent] + 1)
-    return depths
 
 
 def likeliest_first(tree: Proposal) -> list[int]:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from volley.decode.sampling import Numbers
+from volley.decode.work import Verdict
 from volley.memory.upload import upload_together
-from volley.types import Verdict
 
 
 def verify_choices(choices: Sequence[int], draft: Sequence[int]) -> Verdict:

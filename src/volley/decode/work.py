@@ -6,12 +6,14 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from torch import Tensor
 
 from volley.decode.rules import TokenRule
-from volley.decode.sampling import PositionNoise
+from volley.decode.sampling import PositionNoise, Score
 from volley.memory.kv_cache import BlockTable
-from volley.types import Proposal, SamplingParams, Verdict
+from volley.params import SamplingParams
 
 
 class Kind(Enum):
@@ -68,6 +70,71 @@ class Ask:
 NO_DRAFT = Ask(Shape.CHAIN, Rule.GREEDY)
 
 
+@dataclass(slots=True)
+class Late:
+    """Draft that is still on the device (``decode/late.py``)."""
+
+    token_ids: Tensor
+    """Token ids ``[k]``."""
+    confidence: Tensor | None = None
+    """Probabilities ``[k]`` in double precision, or ``None`` if not requested."""
+
+    def first(self, size: int) -> "Late":
+        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
+
+
+@dataclass(slots=True)
+class Proposal:
+    """Draft of the tokens that follow one request's anchor.
+
+    ``token_ids`` ``[k]`` are the draft tokens. ``draft_probs`` ``[k, n]`` is the distribution that each token was drawn from
+    given the ones before it, after temperature and truncation, over the tokens ``drafted [n]`` or the whole vocabulary. It is
+    ``None`` when no such distribution is known (multi-step denoising, trees) or needed (greedy). ``parents [k]`` makes the tokens
+    a tree: ``parents[i]`` is the parent of token i, 0 for the anchor and ``j + 1`` for token ``j < i``. ``None``: every token
+    follows the one before it.
+    """
+
+    token_ids: list[int]
+    draft_probs: Tensor | None = None
+    parents: tuple[int, ...] | None = None
+    confidence: list[float] = field(default_factory=list)
+    """Largest probability of the drafter at each draft position, in its first pass, if requested. In a greedy walk it is the
+    probability given the previous token, among the candidates. In a tree it is each node's probability, ancestors included."""
+    late: Late | None = None
+    """Tokens on the device until the host has read them; ``token_ids`` are zeros until then."""
+    drafted: Tensor | None = None
+
+    @property
+    def has_confidence(self) -> bool:
+        return bool(self.confidence) or (self.late is not None and self.late.confidence is not None)
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """Draft tokens that lead to each row, along the chain or the tree: none to the anchor's, then those of each draft
+        token, itself included."""
+        paths: list[tuple[int, ...]] = [()]
+        for index, token in enumerate(self.token_ids):
+            paths.append((*paths[index if self.parents is None else self.parents[index]], token))
+        return paths
+
+    def first(self, size: int) -> "Proposal":
+        """Return the first tokens of a chain. The confidences of all tokens are kept."""
+        known, late = self.draft_probs, self.late
+        probs = None if known is None else known[:size]
+        return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, late=late and late.first(size))
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Result of verifying one proposal: ``accepted`` draft tokens, then the target's own next token."""
+
+    accepted: int
+    token_ids: list[int]
+    """Accepted draft tokens and the bonus token: ``accepted + 1`` tokens."""
+    path: tuple[int, ...] | None = None
+    """Accepted nodes of a tree, numbered as in ``Proposal.parents``; ``None`` for a chain, which keeps its first tokens."""
+
+
 class Drafted(Protocol):
     """Data of a request that drafting and verification need."""
 
@@ -96,7 +163,7 @@ class Work(Generic[R]):
     """One request's part of a step.
 
     It counts these tokens: ``num_known`` are certain; ``ask.size`` are drafted at most; the drafter fills ``ask.positions`` of
-    them, and ``riding`` belong to a fused canvas. ``num_tokens`` is the sum of known and drafted tokens. After verification,
+    them, and ``num_fused`` belong to a fused canvas. ``num_tokens`` is the sum of known and drafted tokens. After verification,
     ``verdict.accepted`` draft tokens stay, and ``num_kept`` tokens keep their K/V.
     """
 
@@ -109,7 +176,7 @@ class Work(Generic[R]):
     """Prompt-lookup tokens: those that a grammar forces, then those that followed the same text earlier. Empty if the policy
     does not use lookup."""
     found_confidence: list[float] = field(default_factory=list)
-    riding: int = 0
+    num_fused: int = 0
     """Number of the ask's tokens that belong to a fused canvas. Behind a draft they are dropped if the pass has no budget for
     them."""
     may_be_late: bool = False
@@ -128,8 +195,8 @@ class Work(Generic[R]):
     is_cut: bool = False
     """True if the verdict keeps fewer tokens than were accepted, because the next row is not finite
     (:meth:`Speculative.absorb`)."""
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    """Scores of the verdict's tokens, if requested."""
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +213,9 @@ class Work(Generic[R]):
         """Rows of its segment whose K/V are kept, by position."""
         path = self.verdict.path
         return range(self.num_kept) if path is None else (0, *path)
+
+
+Works = Sequence[Work[Any]]
 
 
 def group_by(works: Sequence[Work[R]], key: Callable[[Work[R]], K]) -> dict[K, list[int]]:

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from volley.chat import own_template, template_digest
 from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
+from volley.engine.chains import accepted_lengths, mean_length
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError
 from volley.files import read_json
 from volley.models.checkpoints.formats import drafter_folder
 from volley.models.diagnosis import diagnose
 from volley.models.drafters.drafter import Drafter
+from volley.params import SamplingParams
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget
 from volley.train.options import LONGEST
 from volley.train.shape import choose_mask_token
-from volley.types import SamplingParams
 
 MUCH = 1.1
 """Ratio above which two τ count as different."""
@@ -357,22 +358,15 @@ class Doctor:
         documents = [document for document in self.documents if len(document) <= room]
         prompts = [document.token_ids[: document.response_start].tolist() for document in documents]
         answered = [len(document) - document.response_start for document in documents]
-        before = engine.config
-        engine.block_size = engine.proposer.block_size if engine.proposer else 1
-        try:
-            params = [
-                SamplingParams(temperature=self.temperature or 0.0, max_tokens=min(count, MOST_ANCHORS))
-                for count in answered
-            ]
-            results = list(engine.generate(prompts, params))
-        finally:
-            engine.reconfigure(before)
-        lengths = [length for result in results for length in result.stats.accepted_lengths]
-        return sum(lengths) / max(1, len(lengths))
+        params = [
+            SamplingParams(temperature=self.temperature or 0.0, max_tokens=min(count, MOST_ANCHORS))
+            for count in answered
+        ]
+        return mean_length(accepted_lengths(engine, prompts, params))
 
     def _prefix_cache(self, engine: Engine) -> Iterator[Finding]:
         """Compare the drafter's K/V of the same texts, computed and from the prefix cache."""
-        if engine.draft_model is None or engine.draft_model.window is not None:
+        if engine.core.draft_model is None or engine.core.draft_model.window is not None:
             return
         room = engine.snapshot().max_tokens
         known = [document.token_ids.tolist() for document in self.documents if len(document) + 2 <= room]
@@ -401,13 +395,13 @@ def evenly(found: Sequence[_T], most: int) -> list[_T]:
 def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, int]:
     """Return the drafter's keys and values ``[2 · layers, T, kv_heads, head_dim]`` of a prompt, and the number of cached
     tokens."""
-    assert engine.draft_model is not None
+    assert engine.core.draft_model is not None
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=2, ignore_eos=True))
     while request.num_output == 0:
         engine.step()
-    engine.sequences.settle()
-    layers = range(engine.draft_model.drafter.config.num_hidden_layers)
-    store, table = engine.draft_model.store, request.draft_table
+    engine.core.sequences.settle()
+    layers = range(engine.core.draft_model.drafter.config.num_hidden_layers)
+    store, table = engine.core.draft_model.store, request.draft_table
     found = [store.extract(layer, table, 0, len(token_ids)) for layer in layers]
     engine.abort(request)
     return torch.stack([part.float() for pair in found for part in pair]), request.stats.cached_tokens

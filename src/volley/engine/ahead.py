@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.late import count_accepted, draft_tokens
-from volley.decode.work import Kind, Rule, Shape, Work
+from volley.decode.late import Reading, count_accepted, draft_tokens
+from volley.decode.work import Kind, Proposal, Rule, Shape, Work
 from volley.engine.pacing import Pacing
 from volley.engine.runner import Pass, Runner
 from volley.engine.scheduler import Scheduler
@@ -37,13 +37,10 @@ from volley.memory.batch import Segment
 from volley.memory.graphs import MOST_ROWS
 from volley.memory.upload import upload, upload_indices
 from volley.models.drafters.draft_model import DraftModel
-from volley.procedures.request import Request
+from volley.procedures.request import Request, Works
 from volley.proposers.base import Proposer
-from volley.types import Proposal
 
 _PATIENCE = 8  # equal steps in a row after which an adaptive policy is expected to repeat its decision
-
-Works = Sequence[Work[Request]]
 
 
 class _Foreseen(NamedTuple):
@@ -84,7 +81,6 @@ class Ahead:
         same."""
         self.proposer = proposer
         self._scheduler, self._runner, self._pacing, self._model = scheduler, runner, pacing, model
-        self._step: Step | None = None  # the current step
         self._launched: _Launched | None = None
         self._size = self._num_alike = 0  # draft length, and number of steps in a row that had it
 
@@ -92,16 +88,21 @@ class Ahead:
         """Drop the launched passes."""
         self._launched = None
 
-    def launch(self, works: Works, tokens: Tensor) -> None:
-        """Launch the next passes of ``works`` if the next step is likely to be like this one.
+    def launch(self, step: Step, readings: Sequence[Reading]) -> None:
+        """Launch the next passes of a step's requests if the next step is likely to be like this one.
 
-        Call this while ``tokens`` are only on the device; the tokens of each work begin at its ``choices``. The host may wait
-        for them afterwards, because the device then has its next passes.
+        ``readings`` hold the chosen tokens, which are only on the device; those of each work begin at its ``choices``. The
+        host may wait for them afterwards, because the device then has its next passes.
         """
-        step, self._step, self._launched = self._step, None, None
+        if len(readings) == 1 and (tokens := readings[0].values) is not None:  # one decoding method chose all tokens
+            with step.timings.count("verify"):
+                self._launch(step, tokens)
+
+    def _launch(self, step: Step, tokens: Tensor) -> None:
+        works = [work for work in step.works if work.rows.stop > work.rows.start]
         size = max((len(work.proposal.token_ids) for work in works), default=0)
         going_on = [work for work in works if work.request.remaining > 1]  # the others end in this step
-        if step is None or not self._is_likely(step, works, size) or not going_on:
+        if not self._is_likely(step, works, size) or not going_on:
             return
         tokens = tokens.clamp_min(0)  # a row with non-finite logits chose no token; its request does not use the launch
         sequences, starts = self._scheduler.sequences, [work.request.computed + 1 for work in going_on]
@@ -191,7 +192,7 @@ class Ahead:
         """Give ``step`` the passes that were launched for it and return True; return False if they do not match. Unused passes
         are dropped."""
         launched, is_served = self._launched, self.serves(step.works)
-        self._step, self._launched = step, None
+        self._launched = None
         if launched is None or not is_served:
             return False
         places = [launched.places[work.request] for work in step.works]
@@ -208,7 +209,7 @@ class Ahead:
                 rows += range(first := place.number * (1 + launched.size), first + 1 + size)
                 segments.append(Segment(work.request.table, work.request.computed, 1 + size))
             launched.outputs.only(rows, segments).give(step)
-        step.foresee()
+        step.note_noise_used()
         return True
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from volley.config import CapacityConfig, DecodingConfig
-from volley.engine.states import blocks_in_ring, num_rings, ring_pages
+from volley.engine.states import draft_span, num_rings, ring_pages
 from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
-from volley.models.drafters.pilot import largest_block
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.rehearsal import made_up, spread
 from volley.models.targets.target import Target
@@ -74,7 +73,8 @@ def fit(
         given["kv_mib"] = None
     elif config.num_pages is None:
         if device.free_bytes is None:
-            tokens = _tokens_on_cpu(per_token)
+            # 64k tokens, or fewer if their K/V would exceed both 1 GiB and an eighth of memory; unwritten K/V use none.
+            tokens = min(2**16, max(2**30, memory_bytes(torch.device("cpu")) // 8) // per_token)
         else:
             left = device.free_bytes - pass_bytes(batch)
             if config.max_running is None and per_ring:
@@ -85,24 +85,17 @@ def fit(
     return Capacity(**given)
 
 
-def _tokens_on_cpu(per_token: int) -> int:
-    """Return 64k tokens, or fewer if their K/V would exceed both 1 GiB and an eighth of memory. Unwritten K/V use no memory."""
-    return min(2**16, max(2**30, memory_bytes(torch.device("cpu")) // 8) // per_token)
-
-
 def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target, drafter: Drafter | None) -> Capacity:
     """Call :func:`fit` with the sizes of these models, on the target's device."""
     per_token, per_ring = bytes_per_token(decoding.kv_dtype, target.kv_shapes, target.dtype), 0
     page_size, device = config.page_size or _page_size(target.diffusion), find_device(target.device)
     if drafter is not None:
-        drafted, window = drafter.kv_shapes, drafter.config.window_for(decoding.draft_window)
-        own = bytes_per_token(decoding.draft_kv_dtype, drafted, target.dtype)
-        if window is None:
+        own = bytes_per_token(decoding.draft_kv_dtype, drafter.kv_shapes, target.dtype)
+        span = draft_span(drafter, decoding, cuda_graphs=config.cuda_graphs and device.kind == "cuda")
+        if span.window is None:
             per_token += own
         else:
-            blocks = blocks_in_ring(config.cuda_graphs and device.kind == "cuda")
-            drafts = blocks * largest_block(decoding, drafter.config.block_size, drafter.folder)
-            per_ring = own * page_size * ring_pages(drafts, window, page_size)
+            per_ring = own * page_size * ring_pages(span.reach, span.window, page_size)
     return fit(
         replace(config, page_size=page_size),
         device,

@@ -27,10 +27,7 @@ _AS_IT_IS = "leave exact out: greedy output may then differ from plain decoding 
 def why_inexact(target: Target, store: KVStore, config: DecodingConfig) -> tuple[str, str] | None:
     """Return why logits may depend on the batch, and the remedy; ``None`` if the whole target runs on volley's kernels."""
     if not native.available or target.device.type != "cpu":
-        return (
-            f"volley's kernels do not run here ({target.device}; they need an x86-64 CPU with AVX2)",
-            _AS_IT_IS,
-        )
+        return (f"volley's kernels do not run here ({target.device}; they need an x86-64 CPU with AVX2)", _AS_IT_IS)
     if str(target.dtype) != "torch.bfloat16":
         name = str(target.dtype).removeprefix("torch.")
         return f"in {name} PyTorch chooses the order of a sum by the shape of the pass", "load the target in bf16"

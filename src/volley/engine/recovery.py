@@ -15,7 +15,7 @@ def recover(engine: Engine, error: Exception) -> list[tuple[Request, Exception]]
     """
     if isinstance(error, ParallelError):
         raise error
-    scheduler = engine.scheduler
+    scheduler = engine.core.scheduler
     running, waiting = list(scheduler.running), list(scheduler.waiting)
     suspects = [*running, *waiting[:1]]  # admitting the first waiting request may have raised
     for request in [*running, *waiting]:
@@ -42,7 +42,7 @@ def _step_alone(engine: Engine, request: Request) -> Exception | None:
     request.stats.preemptions += 1
     before = request.num_output
     if request.finish_reason is None:
-        engine.scheduler.add(request)
+        engine.core.scheduler.add(request)
     try:
         request.write()
         while request.finish_reason is None and request.num_output == before:
@@ -50,5 +50,5 @@ def _step_alone(engine: Engine, request: Request) -> Exception | None:
     except Exception as error:
         return error
     finally:
-        engine.scheduler.finish(request)
+        engine.core.scheduler.finish(request)
     return None

@@ -11,8 +11,9 @@ from volley.decode.stops import StopFinder, hidden_tokens
 from volley.errors import InputError
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.models.targets.target import Target
+from volley.params import SamplingParams
 from volley.procedures.request import Procedure, Request
-from volley.types import SamplingParams
+from volley.procedures.text import TextWriter
 
 
 def make_request(
@@ -44,33 +45,27 @@ def make_request(
     rules = make_rules(params, token_ids, target.vocab_size, target.device)
     if params.grammar is not None:  # the last rule: it forbids tokens whatever other rules did to their logits
         rules = (*rules, grammars.rule(params.grammar, ignore_eos=params.ignore_eos))
-    table = BlockTable(pool.page_size)
+    table, seed = BlockTable(pool.page_size), params.seed
+    if seed is None:  # at temperature 0 it is fixed, because DiffusionGemma's canvas begins with noise even there
+        seed = secrets.randbits(63) if params.temperature else 0
     ends = (frozenset() if params.ignore_eos else target.stop_token_ids) | frozenset(params.stop_token_ids)
-    hidden = (
-        hidden_tokens(target.tokenizer, ends, skip_special_tokens=params.skip_special_tokens) if params.stop else {}
-    )
+    hides, stops = params.skip_special_tokens, None
+    if params.stop:
+        stops = StopFinder(params.stop, hidden_tokens(target.tokenizer, ends, skip_special_tokens=hides))
     return Request(
         request_id=request_id,
         token_ids=token_ids,
         params=params,
-        noise=PositionNoise(_seed(params)),
+        noise=PositionNoise(seed),
         max_length=max_length,
         stop_token_ids=ends,
-        detokenizer=Detokenizer(target.tokenizer, skip_special_tokens=params.skip_special_tokens, before=token_ids),
+        writer=TextWriter(Detokenizer(target.tokenizer, skip_special_tokens=hides, before=token_ids), ends, stops),
         table=table,
         draft_table=table,
         procedure=procedure,
         room=pool.num_pages * pool.page_size,
-        stops=StopFinder(params.stop, hidden),
         rules=rules,
     )
-
-
-def _seed(params: SamplingParams) -> int:
-    """Return the request's seed. At temperature 0 it is fixed, because DiffusionGemma's canvas begins with noise even there."""
-    if params.seed is not None:
-        return params.seed
-    return secrets.randbits(63) if params.temperature else 0
 
 
 def check_tokens(target: Target, token_ids: Iterable[int], field: str | None = None) -> None:

@@ -118,6 +118,8 @@ class Runner:
             step.logits = logits[: len(rows)]
             if taps is not None:
                 step.features = taps.take()[0]
+            elif self._taps is not None:
+                self._taps.clear()
 
     def replay(
         self,

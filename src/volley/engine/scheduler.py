@@ -153,7 +153,7 @@ class Scheduler:
         for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
             has_room = work.num_tokens <= room or room == most
             if work.kind is Kind.VERIFY and not has_room:
-                work.ask, work.riding, has_room = replace(work.ask, size=work.ask.size - work.riding), 0, True
+                work.ask, work.num_fused, has_room = replace(work.ask, size=work.ask.size - work.num_fused), 0, True
             if has_room:
                 room -= work.num_tokens
                 work.request.denoised_at = self.step

@@ -27,21 +27,21 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     requests, drafted = engine.capacity.max_running, policy.block_size
     if policy.uses_costs:  # the policy also compares passes of many requests
         requests, drafted = MOST_SEGMENTS, max(drafted, MOST_TIMED)
-    reach = min(REACH, engine.target.context_length, engine.pool.num_pages * engine.pool.page_size)
+    reach = min(REACH, engine.target.context_length, engine.core.pool.num_pages * engine.core.pool.page_size)
     rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
-    if engine.runner.passes is not None:
-        engine.runner.passes.warm_up(requests, rows, reach, causal=True)
+    if engine.core.runner.passes is not None:
+        engine.core.runner.passes.warm_up(requests, rows, reach, causal=True)
         most = min(requests, MOST_BESIDE)
-        engine.runner.passes.warm_up(most, MOST_ROWS, reach, causal=True, least=rows + 1)  # prompts
+        engine.core.runner.passes.warm_up(most, MOST_ROWS, reach, causal=True, least=rows + 1)  # prompts
         family = engine.target.diffusion
         if family is not None and (length := family.settings.canvas_length) is not None:
             # A pass that commits a canvas also holds the next canvas.
             is_told = engine.target.takes_feedback
             least = -(-length // 2)  # a bucket for four requests has fewer rows for each of three
-            engine.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
-    if engine.proposer is not None and engine.proposer.passes is not None and policy.block_size > 1:
-        engine.proposer.passes.warm_up(requests, drafted, reach, causal=False)
+            engine.core.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
+    if engine.core.proposer is not None and engine.core.proposer.passes is not None and policy.block_size > 1:
+        engine.core.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     seconds = time.perf_counter() - started
     if policy.uses_costs:
-        engine.pacing.costs.rehearse(engine.capacity.max_batch_tokens)
-    return sum(passes.num_graphs for passes in static_passes_of(engine)), seconds
+        engine.core.pacing.costs.rehearse(engine.capacity.max_batch_tokens)
+    return sum(passes.num_graphs for passes in static_passes_of(engine.core)), seconds

@@ -9,11 +9,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from volley.config import DecodingConfig
 from volley.decode.work import Kind, Work
 from volley.engine.step import Step
 from volley.memory.attention import IntArray
@@ -22,6 +24,8 @@ from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload, upload_together
 from volley.models.drafters.backlog import Backlog, KeptRun
 from volley.models.drafters.draft_model import DraftModel
+from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.pilot import largest_block
 from volley.procedures.request import Request
 
 LEAST_CONTEXT = 128
@@ -47,8 +51,6 @@ class Snapshot:
 class SequenceState(ABC):
     """One type of state of all requests."""
 
-    can_fork = True
-    """True if it can hold a tree of tokens until one path is kept."""
     can_rest = True
     """True if it may skip tokens that are decoded while a request's drafting is suspended."""
 
@@ -213,17 +215,13 @@ class DraftContext(SequenceState):
         works = step.awake
         if not works or step.has_draft_kv:
             return
-        runs = [self._open.get(work.request) or self._begin_run(work.request) for work in works]
+        runs = [self._open.setdefault(work.request, KeptRun(work.request.computed)) for work in works]
         counts = [work.num_kept for work in works]
         self.backlog.add(self._kept_features(step, works), runs, counts)
         self._decoded = sum(work.num_kept for work in works if work.kind is not Kind.PREFILL)
 
     def release(self, request: Request) -> None:
         self._close(request)
-
-    def _begin_run(self, request: Request) -> KeptRun:
-        run = self._open[request] = KeptRun(request.computed)
-        return run
 
     def _close(self, request: Request) -> None:
         """Record the slots for the draft K/V of a request's pending tokens, while the request still owns them."""
@@ -280,16 +278,13 @@ class DraftRing(DraftContext):
         page_size: int,
         max_running: int,
         most_waiting: int = 256,
-        *,
-        block_size: int | None = None,
-        num_blocks: int = 1,
+        reach: int | None = None,
     ) -> None:
-        """Make rings for ``max_running`` requests. ``block_size`` is the largest block that is drafted; by default the
-        drafter's own. With ``num_blocks`` 2 the next block can be drafted before the current one is verified."""
+        """Make rings for ``max_running`` requests. Beside the window a ring holds ``reach`` tokens, by default one block. With
+        two blocks, the next one can be drafted before the current one is verified."""
         super().__init__(model, most_waiting)
-        self.window, self.page_size = window, page_size
-        self.block_size = block_size or model.drafter.config.block_size
-        self._reach = num_blocks * self.block_size
+        self.window, self.page_size, self.block_size = window, page_size, model.block_size
+        self._reach = reach or self.block_size
         self.num_pages = ring_pages(self._reach, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
         self.can_rest = not model.reads_next
@@ -400,6 +395,22 @@ def ring_pages(num_drafted: int, window: int, page_size: int) -> int:
     return -(-(window + num_drafted) // page_size) + 1
 
 
+class DraftSpan(NamedTuple):
+    """Context that a drafter sees, and what it drafts, in tokens."""
+
+    window: int | None
+    block_size: int
+    """Largest block that is drafted."""
+    reach: int
+    """Size of the blocks that a draft ring holds."""
+
+
+def draft_span(drafter: Drafter, config: DecodingConfig, *, cuda_graphs: bool) -> DraftSpan:
+    """Return what a drafter sees and drafts under ``config``."""
+    block = largest_block(config, drafter.config.block_size, drafter.folder)
+    return DraftSpan(drafter.config.window_for(config.draft_window), block, block * blocks_in_ring(cuda_graphs))
+
+
 def blocks_in_ring(cuda_graphs: bool) -> int:
     """Return how many blocks a ring holds: two if the next pass may be launched before the current one is verified."""
     return 1 + cuda_graphs
@@ -411,7 +422,6 @@ class Sequences:
     def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
         self.pages = pages
         self.states: tuple[SequenceState, ...] = (pages, *others)
-        self.can_fork = all(state.can_fork for state in self.states)
         self.can_rest = all(state.can_rest for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:

@@ -1,20 +1,20 @@
 """Hold one step of the engine: ``Engine.step`` makes it, fills it in line by line, and drops it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from volley.decode.work import Kind, Rule, Shape, Work, group_by
+from volley.decode.late import Reading
+from volley.decode.work import Kind, Proposal, Rule, Shape, Work, group_by
 from volley.memory.batch import RaggedBatch
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.policies.base import Cycle
 from volley.procedures.request import Request
 from volley.proposers.base import Proposer
-from volley.proposers.lookup import TextLookup
 
 
 @dataclass(slots=True)
@@ -75,37 +75,49 @@ class Step:
         """Works that the policy decides about. The others read prompts, or belong to a decoding method that drafts by itself."""
         return [work for work in self.works if work.kind is Kind.DECODE]
 
-    def foresee(self) -> None:
-        """Record for each request up to which position a draft has used the target's noise. ``Request.foreseen`` holds that
-        position; it has nothing to do with launches."""
+    def note_noise_used(self) -> None:
+        """Record for each request up to which position a draft has used the target's noise."""
         for work in self.works:
             if work.ask.positions and work.ask.rule is Rule.MATCH:
-                work.request.foreseen = max(work.request.foreseen, work.request.length + work.ask.positions)
+                work.request.noise_used_until = max(
+                    work.request.noise_used_until, work.request.length + work.ask.positions
+                )
 
 
 def propose(step: Step, drafter: Proposer | None) -> None:
     """Fill in the proposal of every work that asks for a draft."""
     with step.timings.count("draft"):
-        copying: list[Work[Any]] = [work for work in step.works if work.ask.shape is Shape.COPY]
         drafting: list[Work[Any]] = [work for work in step.works if work.ask.positions]
-        if drafter is not None:
-            for work in step.works:
-                if work.kind is Kind.PREFILL and work.request.computed + work.num_known == work.request.length:
-                    drafter.see(work.request.token_ids)
-        TextLookup().propose(copying, with_confidence=step.with_confidence)
+        for work in step.works:
+            is_read = work.kind is Kind.PREFILL and work.request.computed + work.num_known == work.request.length
+            if is_read and drafter is not None:
+                drafter.see(work.request.token_ids)
+            if work.ask.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
+                work.proposal = Proposal(work.found[: work.ask.size])
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"
             step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)
-        step.foresee()
+        step.note_noise_used()
     step.drafting = step.timings.draft - step.settling
 
 
-def accept(step: Step) -> None:
-    """Let the decoding method of each request fill in the verdict of its work."""
+def choose(step: Step) -> list[Reading]:
+    """Let the decoding method of each request judge its work. Return the values that the host still has to read for it."""
     assert step.logits is not None
+    readings: list[Reading] = []
     with step.timings.count("verify"):
         for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
-            procedure.absorb([step.works[index] for index in members], step.logits)
+            reading = procedure.absorb([step.works[index] for index in members], step.logits)
+            if reading is not None:
+                readings.append(reading)
+    return readings
+
+
+def accept(step: Step, readings: Sequence[Reading]) -> None:
+    """Read the chosen tokens, which completes the verdict of every work."""
+    with step.timings.count("verify"):
+        for reading in readings:
+            reading.read()
 
 
 def conclude(step: Step, work: Work[Request], now: float) -> bool:
@@ -127,8 +139,7 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
         return False
     taken = request.append(verdict.token_ids, verdict.accepted)
     request.computed = min(request.computed, request.length)  # the text may have ended inside the block
-    request.logprobs += work.logprobs[:taken]
-    request.top_logprobs += work.top_logprobs[:taken]
+    request.scores += work.scores[:taken]
     if work.kind in (Kind.DECODE, Kind.VERIFY):
         stats.accepted_lengths.append(taken)
         stats.block_sizes.append(1 + len(work.proposal.token_ids))

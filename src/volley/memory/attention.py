@@ -45,35 +45,22 @@ def first_visible(segment: Segment, window: int | None, symmetric: bool = False)
 
 def visible_mask(segment: Segment, window: int | None, first: int, symmetric: bool = False) -> Tensor:
     """Return which of positions ``[first, end)`` each token of the segment sees: boolean ``[length, end − first]``."""
-    keys = torch.arange(first, segment.end)
-    if segment.groups is not None:
-        return _visible_in_groups(segment, segment.groups, window, keys, symmetric)
-    if not segment.causal and symmetric and window is not None:
-        return (keys - torch.arange(segment.start, segment.end)[:, None]).abs() <= window
-    if not segment.causal:
-        return (keys >= first_visible(segment, window)).expand(segment.length, -1)
+    keys, queries = np.arange(first, segment.end), np.arange(segment.start, segment.end)[:, None]
     if segment.parents is not None:
         return _visible_in_tree(segment, window, first)
-    queries = torch.arange(segment.start, segment.end)[:, None]
-    visible = keys <= queries
-    return visible if window is None else visible & (keys > queries - window)
-
-
-def _visible_in_groups(
-    segment: Segment, groups: tuple[int, ...], window: int | None, keys: Tensor, symmetric: bool
-) -> Tensor:
-    sizes = torch.tensor(groups)
-    ends = segment.start + sizes.cumsum(0)
-    starts, ends = ((ends - sizes).repeat_interleave(sizes)[:, None], ends.repeat_interleave(sizes)[:, None])
-    assert len(ends) == segment.length, "groups divide the whole segment"
-    visible = keys < ends
-    if window is None:
-        return visible
-    near = keys > starts - window
-    if symmetric:
-        distance = (keys - torch.arange(segment.start, segment.end)[:, None]).abs()
-        near = torch.where(ends - starts > 1, distance <= window, near)
-    return visible & near
+    if segment.causal:
+        begins, ends = (own[:, None] for own in segment.spans())
+        visible = keys < ends
+        if window is not None:
+            near = keys > begins - window
+            if symmetric:
+                near = np.where(ends - begins > 1, np.abs(keys - queries) <= window, near)
+            visible &= near
+    elif symmetric and window is not None:
+        visible = np.abs(keys - queries) <= window
+    else:
+        visible = (keys >= first_visible(segment, window))[None].repeat(segment.length, axis=0)
+    return torch.from_numpy(visible)
 
 
 def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor:
@@ -279,19 +266,19 @@ def _build_group(
     segments = [batch.segments[index] for index in members]
     firsts = [first_visible(segment, window, options.symmetric) for segment in segments]
     length = 1 if all(_see_alike(own, options) for own in segments) else max(own.length for own in segments)
-    slots: slice | Tensor
-    if len(segments) == 1:
-        slots = segments[0].table.slots(firsts[0], segments[0].end)
-        visible = visible_mask(segments[0], window, firsts[0], options.symmetric)[None, :length].numpy()
-    else:
-        longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
-        every = np.empty((len(segments), longest), dtype=np.int64)
-        for row, segment, first in zip(every, segments, firsts, strict=True):
+    longest = max(segment.end - first for segment, first in zip(segments, firsts, strict=True))
+    slots: slice | Tensor = segments[0].table.slots(firsts[0], segments[0].end)
+    every = np.empty((len(segments), longest), dtype=np.int64)
+    visible = np.zeros((len(segments), length, longest), dtype=np.bool_)
+    for place, (segment, first) in enumerate(zip(segments, firsts, strict=True)):
+        mask = visible_mask(segment, window, first, options.symmetric).numpy()
+        # A padding token sees what the segment's last token sees, because the softmax over no key would be NaN.
+        visible[place, :, : mask.shape[1]] = mask[np.minimum(np.arange(length), segment.length - 1)]
+        if len(segments) > 1:
             own = segment.table.slot_array(first, segment.end)
-            row[: len(own)] = own
-            row[len(own) :] = own[0]  # a weight of 0 does not hide a NaN, so padding reads the segment's own slot
-        slots = torch.from_numpy(every.ravel())
-        visible = _visible(segments, np.array(firsts), length, longest, options)
+            every[place] = own[0]  # a weight of 0 does not hide a NaN, so padding reads the segment's own slot
+            every[place, : len(own)] = own
+            slots = torch.from_numpy(every.ravel())
     bias = None
     if not visible.all():
         hidden = upload(~visible, device)
@@ -304,46 +291,6 @@ def _see_alike(segment: Segment, options: AttentionOptions) -> bool:
     """Return True if all tokens of a segment see the same keys, as in a canvas; then one mask row serves them all."""
     is_canvas = not segment.causal or segment.groups == (segment.length,)
     return is_canvas and (options.window is None or not options.symmetric)
-
-
-def _visible(
-    segments: list[Segment], firsts: IntArray, length: int, longest: int, options: AttentionOptions
-) -> BoolArray:
-    """Return :func:`visible_mask` of several segments of one causality, its first rows: ``[count, length, longest]`` with
-    padding.
-
-    A padding token sees what the segment's last token sees, because the softmax over no key would be NaN.
-    """
-    lengths = np.array([segment.length for segment in segments])
-    keys, window = firsts[:, None, None] + np.arange(longest), options.window
-    if not segments[0].causal:
-        starts = np.array([segment.start for segment in segments])
-        queries = (np.minimum(np.arange(length), lengths[:, None] - 1) + starts[:, None])[:, :, None]
-        inside: BoolArray = keys < (starts + lengths)[:, None, None]
-        near: BoolArray = np.abs(keys - queries) <= window if options.symmetric and window is not None else queries >= 0
-        return inside & near
-    begins, ends = np.array([_ends_of_groups(segment, length) for segment in segments]).transpose(1, 0, 2)
-    visible: BoolArray = keys < ends[:, :, None]
-    if window is not None:
-        visible &= keys > begins[:, :, None] - window
-    for row, segment in enumerate(segments):
-        if segment.parents is not None or (options.symmetric and segment.groups is not None):
-            own = visible_mask(segment, window, int(firsts[row]), options.symmetric).numpy()
-            visible[row] = False
-            visible[row, :, : own.shape[1]] = own[np.minimum(np.arange(length), segment.length - 1)]
-    return visible
-
-
-def _ends_of_groups(segment: Segment, longest: int) -> IntArray:
-    """Return the first position of each token's group, and the one after it: ``[2, longest]``, padded with the last token's."""
-    if segment.groups is None:
-        begins = np.minimum(np.arange(longest), segment.length - 1) + segment.start
-        return np.stack([begins, begins + 1])
-    assert sum(segment.groups) == segment.length, "groups divide the whole segment"
-    sizes = np.array(segment.groups)
-    ends = segment.start + sizes.cumsum()
-    sizes[-1] += longest - segment.length
-    return np.repeat([ends - segment.groups, ends], sizes, axis=1)
 
 
 def _padded(batch: RaggedBatch, members: list[int]) -> tuple[IntArray, BoolArray]:

@@ -64,6 +64,14 @@ class Segment:
             origins[-self.canvas :] = origins[-self.canvas].clone()
         return origins
 
+    def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the first position of each token's group, and the one after it, ``[length]`` each. Without groups a token is
+        alone."""
+        sizes = np.ones(self.length, dtype=np.int64) if self.groups is None else np.array(self.groups)
+        assert sizes.sum() == self.length, "groups divide the whole segment"
+        ends = self.start + sizes.cumsum()
+        return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
+
     def ancestors(self) -> NDArray[np.bool_]:
         """Return whether token j is an ancestor of token i, or i itself: ``[length, length]``. In a chain all earlier tokens
         are ancestors.

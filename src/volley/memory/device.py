@@ -62,6 +62,14 @@ def memory_bytes(device: torch.device) -> int:
     return min(machine, int(text)) if text.isdigit() else machine
 
 
+def free_bytes() -> int | None:
+    """Return the memory of this machine that is free, or held by files that can be read again; ``None`` if it does not tell."""
+    told = Path("/proc/meminfo")
+    lines = told.read_text().splitlines() if told.is_file() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a GPU has finished all launched work; a CPU always has."""
     if device.type == "cuda":

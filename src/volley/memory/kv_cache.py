@@ -146,7 +146,8 @@ class PagePool:
             chosen += self._take(self._choose(need - len(chosen), expected))
         table.extend(chosen)
         if not table.reserved:
-            self._reserve(table, range(chosen[0], min(chosen[0] + expected, self.num_pages)))
+            table.reserved = range(chosen[0], min(chosen[0] + expected, self.num_pages))
+            self._reserved[chosen[0] : table.reserved.stop] += 1
         return True
 
     def _take(self, pages: list[int]) -> list[int]:
@@ -202,14 +203,6 @@ class PagePool:
         self._drop(page)
         return self.take(1)[0]
 
-    def _reserve(self, table: BlockTable, run: range) -> None:
-        self._reserved[run.start : run.stop] += 1
-        table.reserved = run
-
-    def _unreserve(self, table: BlockTable) -> None:
-        self._reserved[table.reserved.start : table.reserved.stop] -= 1
-        table.reserved = range(0)
-
     def _evict(self, page: int) -> None:
         if page in self._cached:
             del self._cached[page]
@@ -225,7 +218,8 @@ class PagePool:
 
     def release(self, table: BlockTable) -> None:
         """Give back all pages. Published pages stay cached until they are needed."""
-        self._unreserve(table)
+        self._reserved[table.reserved.start : table.reserved.stop] -= 1
+        table.reserved = range(0)
         for page in table.truncate(0):  # last first, so that a prefix is evicted after its continuation
             self._drop(page)
 

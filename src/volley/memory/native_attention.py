@@ -40,11 +40,16 @@ def serves(store: KVStore, options: AttentionOptions) -> bool:
 
 
 def _is_regular(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return True if the kernel can read such rows: packed, and as far apart in all three. One row has any stride."""
+
     def packed(x: Tensor) -> bool:
         return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
+    def apart(x: Tensor) -> bool:
+        return len(x) == 1 or x.stride(0) == queries.stride(0)
+
     fits = attends(queries.shape[1], *keys.shape[1:])
-    return fits and all(packed(x) and x.stride(0) == queries.stride(0) for x in (queries, keys, values))
+    return fits and all(packed(x) and apart(x) for x in (queries, keys, values))
 
 
 def attention_plan(batch: RaggedBatch, window: int | None) -> AttentionPlan:
@@ -88,7 +93,5 @@ def _seen(segment: Segment, first: int, window: int | None) -> tuple[IntArray | 
     """Return the positions ``[begin, end)`` that each token of a segment sees; the segment must not be a tree."""
     if not segment.causal:
         return first, segment.end
-    sizes = np.ones(segment.length, dtype=np.int64) if segment.groups is None else np.array(segment.groups)
-    ends = segment.start + np.cumsum(sizes)
-    starts, ends = np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)
+    starts, ends = segment.spans()
     return first if window is None else np.maximum(first, starts + 1 - window), ends

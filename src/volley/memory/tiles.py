@@ -93,11 +93,11 @@ def origin_array(segments: list[Segment], *, symmetric: bool) -> Ints:
 def _origins(segment: Segment, symmetric: bool) -> Ints:
     if segment.groups is None:
         return segment.origins().numpy()
-    sizes = np.array(segment.groups)
-    starts, of_each = np.repeat(sizes.cumsum() - sizes, sizes), np.repeat(sizes, sizes)
-    if symmetric:  # the window of a canvas token begins one position earlier than a causal one
-        starts = np.where(of_each > 1, np.arange(segment.length) - 1, starts)
-    return segment.start + starts
+    starts, ends = segment.spans()
+    if not symmetric:
+        return starts
+    # The window of a canvas token begins one position earlier than a causal one.
+    return np.where(ends - starts > 1, np.arange(segment.start, segment.end) - 1, starts)
 
 
 def most_parts(tiles: Ints) -> int:

@@ -1,7 +1,7 @@
 """Diagnosis of a folder with a drafter or a target, from its config and the headers of its weight files."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from volley.models.checkpoints.formats import (
     with_mask_number,
     with_stored,
 )
+from volley.models.description import Diagnosis, memory_of, shape_of, weights_of
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetShape
-from volley.models.gguf.codes import codes_for, describe
 from volley.models.gguf.file import GGUFFile, is_gguf
 from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
@@ -44,16 +44,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """Name in safetensors, such as ``BF16``."""
-
-
-@dataclass
-class Diagnosis:
-    """Facts by name, and problems; a checkpoint without problems loads and fits its target."""
-
-    title: str = "no drafter that volley can read"
-    facts: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    of_target: bool = False
 
 
 def diagnose(path: Path, target: str | None = None) -> Diagnosis:
@@ -129,12 +119,11 @@ def _diagnose_target(path: Path) -> Diagnosis:
         config = load_config(path)
         text = config.get_text_config()
         found.title = f"a target of type {config.model_type}"
-        found.facts["shape"] = (
-            f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
-        )
+        found.facts |= shape_of(text.hidden_size, text.vocab_size, text.num_hidden_layers, drafts=kind is None)
         check_config(config)
         if is_gguf(path):
-            found.facts["weights"] = _gguf_weights(GGUFFile(path))
+            file = GGUFFile(path)
+            found.facts |= {"weights": weights_of(file), "memory of its weights": memory_of(file)}
         quantisation = quantisation_of(config)
         if quantisation is not None:
             found.facts |= _describe_quantisation(quantisation)
@@ -145,14 +134,6 @@ def _diagnose_target(path: Path) -> Diagnosis:
         found.problems.append(f"{path}: the config cannot be read ({error}); fetch the checkpoint again")
     found.problems += file_problems(path)
     return found
-
-
-def _gguf_weights(file: GGUFFile) -> str:
-    codes = codes_for(file)
-    if codes != "bf16":
-        return f"{describe(file, codes)} where volley's kernels run, else decoded"
-    types = ", ".join(file.quantised_types())
-    return f"{types}; decoded when loaded" if types else "not quantised"
 
 
 def _describe_quantisation(quantisation: Quantisation) -> dict[str, str]:

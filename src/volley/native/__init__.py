@@ -14,22 +14,24 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from volley.library import ActivationStruct as ActivationStruct
+from volley.library import HeadsStruct as HeadsStruct
+from volley.library import ProductStruct as ProductStruct
+from volley.library import TurnsStruct as TurnsStruct
+from volley.library import available as available
+from volley.library import functions as functions
+from volley.library import has_dot_products as has_dot_products
+from volley.library import is_built as is_built
+from volley.library import load as load
+from volley.library import pointer as pointer
 from volley.native.codes import LaidOut, WeightSource, lay_out, taken_back
-from volley.native.formats import BLOCK as BLOCK
-from volley.native.formats import FORMATS, NUMBERS, CodeSource, Format
-from volley.native.formats import GROUP as GROUP
-from volley.native.formats import Codes as Codes
-from volley.native.formats import Weights as Weights
-from volley.native.library import ActivationStruct as ActivationStruct
-from volley.native.library import HeadsStruct as HeadsStruct
-from volley.native.library import ProductStruct as ProductStruct
-from volley.native.library import TurnsStruct as TurnsStruct
-from volley.native.library import available as available
-from volley.native.library import functions as functions
-from volley.native.library import has_dot_products as has_dot_products
-from volley.native.library import is_built as is_built
-from volley.native.library import load as load
-from volley.native.library import pointer as pointer
+from volley.native.packing import Codes as Codes
+from volley.native.packing import CodeSource
+from volley.native.packing import stacked as stacked
+from volley.weights import BLOCK as BLOCK
+from volley.weights import FORMATS, NUMBERS, Format
+from volley.weights import GROUP as GROUP
+from volley.weights import Weights as Weights
 
 TargetWeights = Literal["auto", Weights]
 """Formats of a target's weights. ``auto``: quantised for a quantised GGUF file if the kernels run here, bf16 otherwise."""
@@ -261,6 +263,7 @@ class Product:
     def rows(self, indices: Tensor) -> Tensor:
         """Look up rows ``[..., in]`` of the weight, decoded to bf16, for ``indices [...]``, as an embedding does."""
         assert len(self._parts) == 1, "rows are looked up in weights of one format"
+        assert not self.formats[0].is_wide, "no rows are looked up in small floats"
         flat = indices.reshape(-1).long().contiguous()
         assert not len(flat) or 0 <= int(flat.min()) <= int(flat.max()) < self.outputs, "no such row"
         rows = torch.empty((len(flat), self.inputs), dtype=torch.bfloat16)

@@ -5,8 +5,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.native.formats import NUMBERS, PACK, STORED, Codes
-from volley.native.library import functions, is_built
+from volley.library import functions, is_built
+from volley.native.packing import Codes
+from volley.weights import NUMBERS, PACK, STORED
 
 BYTES = {
     "Q8_0": 34,
@@ -46,7 +47,7 @@ def take(kind: str, blocks: NDArray[np.uint8]) -> Codes:
     of, rows, inputs = STORED[kind], len(blocks), _inputs(kind, blocks)
     each = 1 + of.has_least
     codes = torch.empty(rows, inputs, dtype=torch.int8)
-    scales = torch.empty(rows, inputs // of.scaled_inputs, each, dtype=of.scale)
+    scales = torch.empty(rows, inputs // of.scaled_inputs, each, dtype=getattr(torch, of.scale))
     factors = torch.empty(rows, inputs // of.group, each, dtype=torch.int8) if of.has_factors else None
     places = (codes.data_ptr(), scales.data_ptr(), None if factors is None else factors.data_ptr())
     functions().take_blocks(*_of(kind, blocks), *places)

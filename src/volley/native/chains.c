@@ -18,33 +18,58 @@ static inline int64_t num_from(const uint16_t *restrict keys, int64_t count, uin
     return total;
 }
 
-/* Find the indices of the ``most`` largest ``logits`` among ``drafted [count]``, and of all equal to the last one. */
+/* Return the largest key that ``most`` of the ``keys [count]`` reach, found from its highest bit on. */
+static inline uint16_t last_of(const uint16_t *keys, int64_t count, int64_t most) {
+    uint16_t last = 0;
+    for (int bit = 15; bit >= 0; bit--) {
+        uint16_t higher = (uint16_t)(last | 1u << bit);
+        if (num_from(keys, count, higher) >= most) last = higher;
+    }
+    return last;
+}
+
+#define CHUNK 64 /* keys of which only the largest is looked at first */
+
+/* Find the indices of the ``most`` largest ``logits`` among ``drafted [count]``, and of all equal to the last one. Keys below
+   the ``most``-th largest of the chunks' maxima are not among them. */
 static inline int64_t pick(const bf16 *restrict logits, const int64_t *restrict drafted, int64_t count, int64_t most,
                            uint16_t *restrict keys, int32_t *restrict chosen) {
-    int64_t found = 0;
+    int64_t found = 0, kept = 0, chunks = (count + CHUNK - 1) / CHUNK;
     if (count <= most) {
         for (; found < count; found++) chosen[found] = (int32_t)found;
         return found;
     }
-    for (int64_t i = 0; i < count; i++) keys[i] = (uint16_t)in_order(logits[drafted ? drafted[i] : i]);
-    uint16_t least = 0; /* the largest key that ``most`` keys reach, from its highest bit on */
-    for (int bit = 15; bit >= 0; bit--) {
-        uint16_t higher = (uint16_t)(least | 1u << bit);
-        if (num_from(keys, count, higher) >= most) least = higher;
+    uint16_t maxima[chunks];
+    for (int64_t c = 0; c < chunks; c++) {
+        int64_t end = (c + 1) * CHUNK < count ? (c + 1) * CHUNK : count;
+        uint16_t largest = 0;
+        for (int64_t i = c * CHUNK; i < end; i++) {
+            keys[i] = (uint16_t)in_order(logits[drafted ? drafted[i] : i]);
+            largest = keys[i] > largest ? keys[i] : largest;
+        }
+        maxima[c] = largest;
     }
-    for (int64_t i = 0; i < count; i++) {
-        chosen[found] = (int32_t)i;
-        found += keys[i] >= least;
+    uint16_t bound = chunks < most ? 0 : last_of(maxima, chunks, most);
+    for (int64_t c = 0; c < chunks; c++)
+        for (int64_t i = c * CHUNK; maxima[c] >= bound && i < count && i < (c + 1) * CHUNK; i++) {
+            chosen[found] = (int32_t)i;
+            found += keys[i] >= bound;
+        }
+    for (int64_t i = 0; i < found; i++) keys[i] = keys[chosen[i]];
+    uint16_t last = last_of(keys, found, most);
+    for (int64_t i = 0; i < found; i++) {
+        chosen[kept] = chosen[i];
+        kept += keys[i] >= last;
     }
-    return found;
+    return kept;
 }
 
 /* Choose one chain of ``slots`` tokens from ``logits [slots, width]``. ``drafted [count]`` are the tokens that may be drafted,
-   NULL for the first ``count``. A table has a row for each token, or with ``by_place`` for each drafted token. A token's logit
-   grows by ``outputs[token] · u`` with ``u = rows[previous]``, or ``silu(rows[previous] + own)`` with ``own [slots, rank]``. Only
-   the ``most`` tokens with the largest logits are candidates. ``sure`` is a token's probability among them. */
+   NULL for the first ``count``. A table has a row for each token. A token's logit grows by ``outputs[token] · u`` with
+   ``u = rows[previous]``, or ``silu(rows[previous] + own)`` with ``own [slots, rank]``. Only the ``most`` tokens with the largest
+   logits are candidates. ``sure`` is a token's probability among them. */
 FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const int64_t *restrict drafted, int64_t count,
-                             int64_t most, int64_t by_place, const bf16 *restrict rows, const bf16 *restrict own,
+                             int64_t most, const bf16 *restrict rows, const bf16 *restrict own,
                              const bf16 *restrict outputs, int64_t rank, int64_t before, int64_t slots,
                              int32_t *restrict chosen, float *restrict values, int64_t *restrict tokens,
                              float *restrict sure) {
@@ -56,28 +81,29 @@ FOR_EACH_CPU void follow_one(const bf16 *restrict logits, int64_t width, const i
             mixed[i] = x;
         }
         int64_t few = pick(logits, drafted, count, most, (uint16_t *)values, chosen), best = 0; /* ``values`` is reused below */
+        for (int64_t i = 0; i < few; i++) { /* rows are far apart in memory */
+            const bf16 *row = outputs + (drafted ? drafted[chosen[i]] : chosen[i]) * rank;
+            for (int64_t at = 0; at < rank; at += 32) __builtin_prefetch(row + at);
+        }
         for (int64_t i = 0; i < few; i++) {
             int64_t token = drafted ? drafted[chosen[i]] : chosen[i];
-            int64_t row = by_place ? chosen[i] : token;
-            values[i] = widen(logits[token]) + dot(outputs + row * rank, mixed, rank);
+            values[i] = widen(logits[token]) + dot(outputs + token * rank, mixed, rank);
             if (values[i] > values[best]) best = i;
         }
         float sum = 0;
         for (int64_t i = 0; i < few; i++) sum += exponential(values[i] - values[best]);
-        tokens[slot] = drafted ? drafted[chosen[best]] : chosen[best];
-        before = by_place ? chosen[best] : tokens[slot];
+        before = tokens[slot] = drafted ? drafted[chosen[best]] : chosen[best];
         sure[slot] = 1 / sum;
     }
 }
 
 /* Choose ``blocks`` chains, one after the other in ``logits`` and ``own``. Chain b has the positions from ``starts[b]`` to
    ``starts[b + 1]`` and begins after the token of the row ``anchors[b]``. ``chosen`` and ``values`` are buffers of all chains. */
-void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t count, int64_t most, int64_t by_place,
-            const bf16 *rows, const bf16 *own, const bf16 *outputs, int64_t rank, const int64_t *starts,
-            const int64_t *anchors, int64_t blocks, int32_t *chosen, float *values, int64_t *tokens, float *sure) {
+void follow(const bf16 *logits, int64_t width, const int64_t *drafted, int64_t count, int64_t most, const bf16 *rows, const bf16 *own,
+            const bf16 *outputs, int64_t rank, const int64_t *starts, const int64_t *anchors, int64_t blocks, int32_t *chosen, float *values, int64_t *tokens, float *sure) {
 #pragma omp parallel for schedule(dynamic) if (blocks > 1)
     for (int64_t b = 0; b < blocks; b++)
-        follow_one(logits + starts[b] * width, width, drafted, count, most, by_place, rows,
+        follow_one(logits + starts[b] * width, width, drafted, count, most, rows,
                    own ? own + starts[b] * rank : NULL, outputs, rank, anchors[b], starts[b + 1] - starts[b],
                    chosen + b * count, values + b * count, tokens + starts[b], sure + starts[b]);
 }

@@ -6,27 +6,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from volley.library import functions, is_built, pointer
 from volley.native import blocks as stored_blocks
-from volley.native.formats import (
-    BLOCK,
-    FORMATS,
-    GROUP,
-    NUMBERS,
-    PACK,
-    Codes,
-    CodeSource,
-    Format,
-    StoredBlocks,
-    packed,
-    packed_scales,
-    unpacked,
-    unpacked_scales,
-)
-from volley.native.library import functions, is_built, pointer
+from volley.native.packing import Codes, CodeSource, StoredBlocks, packed, packed_scales, unpacked, unpacked_scales
 from volley.native.pages import in_large_pages
+from volley.weights import BLOCK, FORMATS, GROUP, NUMBERS, PACK, Format
 
 _LAID_OUT_AT_ONCE = 2**18  # numbers of a weight: more would leave the cache
-_READ_AT_ONCE = 2**23  # numbers of stored codes
+_READ_AT_ONCE = 2**20  # numbers of stored codes: larger copies would be in new pages, which the system fills with zeros
 
 
 class WeightSource(Protocol):
@@ -52,6 +39,10 @@ class LaidOut(NamedTuple):
         blocks = -(-outputs // BLOCK)
         if of.name == "bf16":
             return cls(empty((blocks, inputs // 2, BLOCK, 2), dtype=torch.bfloat16), None)
+        if of.is_wide:
+            size = inputs // GROUP * BLOCK * 4 if of.bits == 8 else BLOCK * 4 + inputs
+            pairs = empty((blocks, inputs // 2, BLOCK, of.bits // 4), dtype=torch.uint8)
+            return cls(pairs, torch.empty(blocks, size, dtype=torch.uint8))
         codes = empty((blocks, inputs // PACK, of.bits, BLOCK, 4), dtype=torch.uint8)
         if of.by_output:
             return cls(codes, torch.empty(blocks * BLOCK, dtype=torch.float32))
@@ -72,7 +63,10 @@ def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) 
         rows = slice(first, min(first + step, outputs))
         part = weight[rows] if stored is None else stored.rows(rows)
         blocks = whole.blocks(slice(first // BLOCK, -(-rows.stop // BLOCK)))
-        (put_rows if is_built else put_rows_slowly)(part, of, blocks)
+        put = put_small_floats if of.is_wide else put_rows if is_built else put_rows_slowly
+        put(part, of, blocks)
+        if stored is not None:
+            stored.forget(rows)
     return whole
 
 
@@ -104,6 +98,32 @@ def put_rows(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> No
     )
     if scales is not None:
         _put_scales(Codes(of, rows, scales), to)
+
+
+def put_small_floats(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> None:
+    """Pack rows of FP8 or NVFP4 codes into blocks ``to`` (``widen_block`` in C)."""
+    assert isinstance(part, Codes), "weights are not rounded to small floats"
+    assert to.scales is not None, "the format has scales"
+    codes, scales = _padded(part.codes), _padded(part.scales)
+    to.codes[:] = codes.view(len(to.codes), BLOCK, -1, of.bits // 4).transpose(1, 2)
+    numbers = [scales.view(len(to.codes), BLOCK, -1).transpose(1, 2).flatten(1).contiguous().view(torch.uint8)]
+    if part.factors is not None:
+        numbers.append(_padded(part.factors).view(len(to.codes), BLOCK, -1).transpose(1, 2).flatten(1))
+    to.scales[:] = torch.cat(numbers, dim=1)
+
+
+def _small_floats_back(own: LaidOut, of: Format, count: int) -> Codes:
+    """Unpack the first ``count`` rows of what :func:`put_small_floats` packed."""
+    assert own.scales is not None
+
+    def by_row(numbers: Tensor) -> Tensor:
+        return numbers.view(len(own.codes), -1, BLOCK).transpose(1, 2).flatten(0, 1)[:count].contiguous()
+
+    codes = own.codes.transpose(1, 2).flatten(2).flatten(0, 1)[:count]
+    if of.bits == 8:
+        return Codes(of, codes, by_row(own.scales.view(torch.float32)))
+    whole = own.scales[:, : BLOCK * 4].contiguous().view(torch.float32).flatten()[:count]
+    return Codes(of, codes, whole, None, by_row(own.scales[:, BLOCK * 4 :].contiguous()))
 
 
 def put_rows_slowly(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> None:
@@ -138,6 +158,8 @@ def taken_back(blocks: LaidOut, of: Format, outputs: int, rows: slice) -> Codes 
     first, last, _ = rows.indices(outputs)
     assert first % BLOCK == 0, f"row {first} is within a block"
     count, own = last - first, blocks.blocks(slice(first // BLOCK, -(-last // BLOCK)))
+    if of.is_wide:
+        return _small_floats_back(own, of, count)
 
     def by_row(numbers: Tensor) -> Tensor:
         """Reshape ``[blocks, …, 16]`` to ``[count, …]``."""

@@ -113,15 +113,11 @@ static void sort_by_expert(const Experts *experts, int64_t tokens, const Scratch
     starts[0] = 0;
 }
 
-/* Sum the weighted outputs of each token's experts, in their chosen order, in out [tokens, hidden]. */
-static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
+/* Sum the weighted outputs of each token's experts, in the order of their numbers, in out [tokens, hidden]. */
+static void mix_chosen(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
     int64_t hidden = shape->hidden, chosen = experts->chosen;
-    multiply(&experts->scores, x, hidden, room_of(scratch), tokens, scratch->scores, 0);
 #pragma omp for schedule(static)
-    for (int64_t row = 0; row < tokens; row++) {
-        choose(experts, scratch->scores + row * experts->count, scratch->ids + row * chosen, scratch->weights + row * chosen);
-        memset(scratch->summed + row * hidden, 0, hidden * sizeof(float));
-    }
+    for (int64_t i = 0; i < tokens * hidden; i++) scratch->summed[i] = 0;
 #pragma omp single
     sort_by_expert(experts, tokens, scratch);
     for (int64_t e = 0; e < experts->count; e++) {
@@ -144,10 +140,27 @@ static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens
         for (int64_t j = 0; j < hidden; j++) out[row * hidden + j] = narrow(scratch->summed[row * hidden + j]);
 }
 
+/* Choose each token's experts by their scores, and mix them. */
+static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
+    int64_t chosen = experts->chosen;
+    multiply(&experts->scores, x, shape->hidden, room_of(scratch), tokens, scratch->scores, 0);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < tokens; row++)
+        choose(experts, scratch->scores + row * experts->count, scratch->ids + row * chosen, scratch->weights + row * chosen);
+    mix_chosen(experts, x, out, tokens, shape, scratch);
+}
+
 /* Run ``mix`` in a parallel region of its own. */
 void mix_experts(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
 #pragma omp parallel
     mix(experts, x, out, tokens, shape, scratch);
+}
+
+/* Run ``mix_chosen`` in a parallel region of its own, for the experts and weights in scratch. */
+void mix_chosen_experts(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape,
+                        const Scratch *scratch) {
+#pragma omp parallel
+    mix_chosen(experts, x, out, tokens, shape, scratch);
 }
 
 /* Copy the states after a layer to its entries in features [tokens, taps, hidden]. The copies need no barrier, because the

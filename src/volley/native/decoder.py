@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from threading import Lock
 from typing import Generic, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from volley.native import (
     input_room,
     pointer,
 )
-from volley.native.formats import STORED
+from volley.weights import STORED
 
 
 class _Plan(Structure):
@@ -233,30 +234,65 @@ class _Room:
         ]
 
 
-class Experts:
-    """Experts of a layer, each a part of its stacked weights."""
+class _StackedExperts:
+    """Experts, each a part of stacked weights."""
 
-    def __init__(self, layer: LayerWeights[Product], shape: LayerShape) -> None:
-        assert layer.routing is not None
-        of, count = layer.routing, layer.routing.count
+    def __init__(self, gate_up: Product, down: Product, count: int, shape: LayerShape) -> None:
         self._parts = [  # the structs point into them
             [whole.part(e * own, (e + 1) * own) for e in range(count)]
-            for whole in (layer.gate_up, layer.down)
+            for whole in (gate_up, down)
             for own in [whole.outputs // count]
         ]
         self._arrays = [(ProductStruct * count)(*(part.struct for part in parts)) for parts in self._parts]
-        self.struct = _Experts(count, of.chosen, of.is_normed, *map(addressof, self._arrays), of.scores.struct)
-        self._shape, self._room = shape, _Room(shape, [of])
+        self.struct = _Experts(count, 0, 0, *map(addressof, self._arrays))
+        self._shape = shape
+
+    def _mix(self, function: Callable[..., None], x: Tensor, room: _Scratch) -> Tensor:
+        """Return the weighted sum of each token's experts."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        function(
+            *(addressof(self.struct), x.data_ptr(), out.data_ptr(), len(x)), byref(self._shape.struct), byref(room)
+        )
+        return out
+
+
+class Experts(_StackedExperts):
+    """Experts of a layer, and their routing."""
+
+    def __init__(self, layer: LayerWeights[Product], shape: LayerShape) -> None:
+        assert layer.routing is not None
+        of = layer.routing
+        super().__init__(layer.gate_up, layer.down, of.count, shape)
+        self.struct.chosen, self.struct.normed, self.struct.scores = of.chosen, of.is_normed, of.scores.struct
+        self._room = _Room(shape, [of])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts for normed states ``[T, H]``."""
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        shape, room = self._shape.struct, self._room.of(len(x))
-        functions().mix_experts(
-            *(addressof(self.struct), x.data_ptr(), out.data_ptr(), len(x), byref(shape), byref(room))
-        )
-        return out
+        return self._mix(functions().mix_experts, x, self._room.of(len(x)))
+
+
+class ChosenExperts(_StackedExperts):
+    """Experts of a layer whose routing is computed elsewhere."""
+
+    def __init__(self, gate_up: Product, down: Product, count: int, activation: Activation) -> None:
+        """Take the stacked weights of ``count`` experts, gate before up."""
+        self.gate_up, self.down, self._rooms = gate_up, down, dict[int, _Room]()
+        shape = LayerShape(gate_up.inputs, 0, 0, 0, down.inputs, 0.0, 1.0, activation=activation)
+        super().__init__(gate_up, down, count, shape)
+        self._alone = Lock()  # engines that share a target may run in several threads
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts for states ``[T, H]``; ``ids`` and ``weights``: ``[T, chosen]``."""
+        if not len(x):
+            return x
+        ids, weights, chosen = ids.long().contiguous(), weights.float().contiguous(), ids.shape[1]
+        with self._alone:
+            if chosen not in self._rooms:
+                self._rooms[chosen] = _Room(self._shape, [Routing(self.down, len(self._parts[0]), chosen, False)])
+            room = _Scratch.from_buffer_copy(self._rooms[chosen].of(len(x)))
+            room.ids, room.weights, self.struct.chosen = ids.data_ptr(), weights.data_ptr(), chosen
+            return self._mix(functions().mix_chosen_experts, x, room)
 
 
 class Decoder:

@@ -8,29 +8,30 @@
 
 #include <float.h>
 #include <omp.h>
+#include <stdlib.h>
 
 #if X86
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define UNIT 4   /* bytes of a row in one dot product: two inputs in bf16, or four codes */
-#define TILE 16  /* rows whose units are stored together */
+#define TILE 16  /* rows whose units are stored together in bf16 */
+#define FEW 8    /* rows whose units are stored together in codes */
 #define LONG 512 /* inputs from which several blocks are multiplied at once; shorter blocks are read faster one after another */
 
 static int64_t num_blocks(const Product *product) { return (product->outputs + BLOCK - 1) / BLOCK; }
 
 int has_tiles, has_dot;
 
-/* Return the rows up to which codes are multiplied without tiles; tiles need codes below eight bits unpacked first. */
-static int64_t most_direct(const Product *product) { return FORMATS[product->kind].bits < 8 ? 4 : 1; }
-
+/* Return whether tiles multiply. With codes of a few rows, or in groups of 16, dot products are faster: tiles store their sums, which
+ * are then scaled. */
 static int uses_tiles(const Product *product, int64_t rows) {
-    return has_tiles && (product->kind == BF16 || rows > most_direct(product));
+    return has_tiles && (is_wide(product->kind) || (rows > FEW && FORMATS[product->kind].group > 16));
 }
 
 /* Return whether the kernel reads x unpacked. */
 static int reads_rows(const Product *product, int64_t rows) {
-    return product->kind == BF16 && (!has_dot || has_tiles || rows == 1);
+    return is_wide(product->kind) && (!has_dot || has_tiles || rows == 1);
 }
 
 /* Magnitude below which a group is zero: 127 divided by it would be infinite. */
@@ -57,20 +58,20 @@ INLINE void quantise_group(const bf16 *x, int size, int32_t zero, int8_t *codes,
     memcpy(sum, zero ? (void *)&total : (void *)&scaled, 4);
 }
 
-/* Return the number of rows of the tile that begins at row ``first``. */
-static int64_t in_tile(int64_t rows, int64_t first) { return rows - first < TILE ? rows - first : TILE; }
+/* Return the number of rows of the tile of at most ``most`` that begins at row ``first``. */
+static int64_t in_tile(int64_t rows, int64_t first, int64_t most) { return rows - first < most ? rows - first : most; }
 
 /* Quantise inputs [begin, end) of all rows. ``in_units``: in the layout of dot products (prepare). */
 FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t stride, int64_t rows, int in_units, Prepared to,
                                   int64_t begin, int64_t end) {
-    int64_t inputs = product->inputs, group = FORMATS[product->kind].group, groups = inputs / group;
+    int64_t inputs = product->inputs, group = FORMATS[product->kind].group;
     int32_t zero = FORMATS[product->kind].zero;
     for (int64_t row = 0; row < rows; row++) {
-        int64_t first = row / TILE * TILE, count = in_units ? in_tile(rows, first) : 1;
+        int64_t first = row / FEW * FEW, count = in_units ? in_tile(rows, first, FEW) : 1;
         int8_t *own = to.values + (in_units ? first * inputs + (row - first) * UNIT : row * inputs);
         for (int64_t at = begin; at < end; at += group) {
             int8_t codes[GROUP];
-            int64_t place = row * groups + at / group;
+            int64_t place = at / group * rows + row;
             if (group == 16)
                 quantise_group(x + row * stride + at, 16, zero, codes, to.scales + place, to.sums + place);
             else if (group == 32)
@@ -85,7 +86,7 @@ FOR_EACH_CPU static void quantise(const Product *product, const bf16 *x, int64_t
 /* Write bf16 inputs [begin, end) of all rows in the layout of dot products. */
 static void interleave(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
     for (int64_t first = 0; first < rows; first += TILE) {
-        int64_t count = in_tile(rows, first);
+        int64_t count = in_tile(rows, first, TILE);
         int8_t *own = to.values + first * product->inputs * 2;
         for (int64_t at = begin; at < end; at += 2)
             for (int64_t r = 0; r < count; r++) memcpy(own + at * 2 * count + r * UNIT, x + (first + r) * stride + at, UNIT);
@@ -93,20 +94,34 @@ static void interleave(const Product *product, const bf16 *x, int64_t stride, in
 }
 
 /* Pack inputs [begin, end) of x [rows, inputs] for the kernel. Dot products read units of four bytes, with those of a tile's
- * rows side by side: [rows / 16][units][16, or the remaining rows]. A single row stays as it is. */
+ * rows side by side: [rows / 16][units][16, or the remaining rows], with 8 for 16 in codes. A single row stays as it is. */
 static void prepare(const Product *product, const bf16 *x, int64_t stride, int64_t rows, Prepared to, int64_t begin, int64_t end) {
     int in_units = has_dot && !uses_tiles(product, rows);
-    if (product->kind != BF16)
+    if (!is_wide(product->kind))
         quantise(product, x, stride, rows, in_units, to, begin, end);
     else if (in_units)
         interleave(product, x, stride, rows, to, begin, end);
 }
 
-FOR_EACH_CPU static void finish(const Product *product, const float *sums, bf16 *out, int64_t add, int64_t block) {
-    int64_t first = block * BLOCK, width = product->outputs - first < BLOCK ? product->outputs - first : BLOCK;
+INLINE void finish_some(const float *sums, const bf16 *bias, bf16 *out, int64_t add, int64_t width) {
     for (int64_t i = 0; i < width; i++) {
-        float value = rounded(sums[i] + (product->bias ? widen(product->bias[first + i]) : 0.0f));
-        out[first + i] = add ? narrow(widen(out[first + i]) + value) : narrow(value);
+        float value = rounded(sums[i] + (bias ? widen(bias[i]) : 0.0f));
+        out[i] = narrow(add ? widen(out[i]) + value : value);
+    }
+}
+
+/* Write or add the ``sums [rows, BLOCK]`` of a block. Whole blocks without a bias are a case of their own, for vectors. */
+FOR_EACH_CPU static void finish(const Product *product, float (*sums)[BLOCK], int64_t rows, bf16 *out, int64_t add, int64_t block) {
+    int64_t first = block * BLOCK, width = product->outputs - first < BLOCK ? product->outputs - first : BLOCK;
+    const bf16 *bias = product->bias ? product->bias + first : 0;
+    out += first;
+    for (int64_t r = 0; r < rows; r++, out += product->stride) {
+        if (bias || width < BLOCK)
+            finish_some(sums[r], bias, out, add, width);
+        else if (add)
+            finish_some(sums[r], 0, out, 1, BLOCK);
+        else
+            finish_some(sums[r], 0, out, 0, BLOCK);
     }
 }
 
@@ -246,15 +261,15 @@ DOT INLINE void unpack(int kind, const uint8_t *pack, int quad, __m512i *one, __
     }
 }
 
-/* Add one group of inputs to the sums ``found``, for ``count`` rows of a tile of ``rows``; quads from ``first`` on of a pack. */
-DOT INLINE void group_dot(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t rows, int count, __m512i *found) {
+/* Add one group of inputs to the sums ``found`` of a tile of ``count`` rows; quads from ``first`` on of a pack. */
+DOT INLINE void group_dot(int kind, const uint8_t *pack, int first, const int8_t *x, int count, __m512i *found) {
     _Pragma("GCC unroll 8") for (int quad = 0; quad < FORMATS[kind].group / 4; quad += 2) {
         __m512i one, two;
         unpack(kind, pack, first + quad, &one, &two);
         for (int r = 0; r < count; r++) {
             int32_t of_one, of_two;
-            memcpy(&of_one, x + (quad * rows + r) * UNIT, UNIT);
-            memcpy(&of_two, x + ((quad + 1) * rows + r) * UNIT, UNIT);
+            memcpy(&of_one, x + (quad * count + r) * UNIT, UNIT);
+            memcpy(&of_two, x + ((quad + 1) * count + r) * UNIT, UNIT);
             found[r] = _mm512_dpbusd_epi32(found[r], one, _mm512_set1_epi32(of_one));
             found[r] = _mm512_dpbusd_epi32(found[r], two, _mm512_set1_epi32(of_two));
         }
@@ -277,9 +292,11 @@ DOT INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g) {
     __m512 none = _mm512_setzero_ps();
     switch (FORMATS[kind].scale) {
         case HALF: return (Scales){of_halves(own), more ? of_halves(own + 32) : none};
-        case PRODUCT:
-            return (Scales){_mm512_mul_ps(of_halves(own), of_bytes(factors)),
-                            more ? _mm512_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        case PRODUCT: {
+            __m512 scale = _mm512_mul_ps(of_halves(own), of_bytes(factors));
+            if (unit_of(kind) != 1.0f) scale = _mm512_mul_ps(scale, _mm512_set1_ps(unit_of(kind)));
+            return (Scales){scale, more ? _mm512_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        }
         case BRAIN: {
             __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)own));
             return (Scales){_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), none};
@@ -307,43 +324,41 @@ DOT INLINE __m512 add_group(int kind, __m512i found, __m512 sum, Prepared x, int
 /* Return the number of groups multiplied at once, which fill a pack. */
 INLINE int in_turn(int kind) { return FORMATS[kind].group < PACK ? PACK / FORMATS[kind].group : 1; }
 
-/* Compute the sums of ``count`` rows, from ``row`` on, of a tile of ``rows`` with inputs x. */
-DOT INLINE void rows_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t rows,
-                           int64_t row, int count, float (*sums)[BLOCK]) {
+/* Compute the sums of a tile of ``count`` rows, the first of which is ``row`` of all. */
+DOT INLINE void tile_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int count,
+                           float (*sums)[BLOCK]) {
     int group = FORMATS[kind].group, turn = in_turn(kind), bytes = group * turn * 2 * FORMATS[kind].bits;
-    int64_t groups = inputs / group;
-    __m512 own[8];
+    const int8_t *values = x.values + row * inputs;
+    __m512 own[FEW];
     for (int r = 0; r < count; r++) own[r] = _mm512_setzero_ps();
-    for (int64_t at = 0; at < groups; at += turn, codes += bytes) {
+    for (int64_t at = 0; at < inputs / group; at += turn, codes += bytes) {
         for (int line = 0; line < bytes; line += 64) _mm_prefetch((const char *)codes + AHEAD + line, _MM_HINT_T0);
-        _Pragma("GCC unroll 2") for (int part = 0; part < turn; part++) {
-            int64_t g = at + part;
-            __m512i found[8];
-            for (int r = 0; r < count; r++) found[r] = first_sums(kind, x, (row + r) * groups + g);
-            group_dot(kind, codes, part * group / 4, x.values + g * group * rows + row * UNIT, rows, count, found);
+        _Pragma("GCC unroll 2") for (int part = 0; part < turn; part++, values += group * count) {
+            int64_t g = at + part, place = g * x.rows + row;
+            __m512i found[FEW];
+            for (int r = 0; r < count; r++) found[r] = first_sums(kind, x, place + r);
+            group_dot(kind, codes, part * group / 4, values, count, found);
             Scales of_outputs = group_scales(kind, scales, g);
-            for (int r = 0; r < count; r++) own[r] = add_group(kind, found[r], own[r], x, (row + r) * groups + g, of_outputs);
+            for (int r = 0; r < count; r++) own[r] = add_group(kind, found[r], own[r], x, place + r, of_outputs);
         }
     }
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[row + r], own[r]);
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(sums[r], own[r]);
 }
 
-#define ROWS_CODES(count) case count: rows_codes(kind, inputs, codes, scales, x, rows, row, count, sums); break;
-DOT INLINE void tile_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t rows,
-                           float (*sums)[BLOCK]) {
-    for (int64_t row = 0; row < rows; row += 8)
-        switch (rows - row) {
-            ROWS_CODES(1) ROWS_CODES(2) ROWS_CODES(3) ROWS_CODES(4) ROWS_CODES(5) ROWS_CODES(6) ROWS_CODES(7)
-            default: rows_codes(kind, inputs, codes, scales, x, rows, row, 8, sums);
+DOT INLINE void all_codes(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row, int64_t rows,
+                          float (*sums)[BLOCK]) {
+    for (; rows > 0; row += FEW, rows -= FEW, sums += FEW)
+#define TILE_OF(count) case count: tile_codes(kind, inputs, codes, scales, x, row, count, sums); break;
+        switch (rows) {
+            TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6) TILE_OF(7)
+            default: tile_codes(kind, inputs, codes, scales, x, row, FEW, sums);
         }
+#undef TILE_OF
 }
-#undef ROWS_CODES
 
-DOT static void block_codes(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared prepared, int64_t row,
+DOT static void block_codes(const Product *product, const uint8_t *codes, const uint8_t *scales, Prepared x, int64_t row,
                             int64_t rows, float (*sums)[BLOCK]) {
-    int64_t inputs = product->inputs, groups = inputs / FORMATS[product->kind].group;
-    Prepared x = {prepared.values + row * inputs, prepared.scales + row * groups, prepared.sums + row * groups};
-#define CODES(kind) tile_codes(kind, inputs, codes, scales, x, rows, sums)
+#define CODES(kind) all_codes(kind, product->inputs, codes, scales, x, row, rows, sums)
     BY_KIND(product->kind, CODES)
 #undef CODES
 }
@@ -395,7 +410,7 @@ AMX INLINE void tiles_codes(int kind, int64_t inputs, const uint8_t *codes, cons
         __asm__ volatile("" ::: "memory");
         Scales of_outputs = group_scales(kind, scales, g);
         for (int64_t r = 0; r < rows; r++) {
-            int64_t place = (row + r) * groups + g;
+            int64_t place = g * x.rows + row + r;
             __m512i exact = _mm512_add_epi32(_mm512_load_si512(found[r]), first_sums(kind, x, place));
             _mm512_storeu_ps(sums[r], add_group(kind, exact, _mm512_loadu_ps(sums[r]), x, place, of_outputs));
         }
@@ -416,18 +431,31 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
         for (int i = 0; i < BLOCK; i++) sums[r][i] *= scales[i];
 }
 
+/* Return memory of this thread for ``count`` numbers, which stays in its cache from block to block. */
+static bf16 *room_for(int64_t count) {
+    static _Thread_local bf16 *room;
+    static _Thread_local int64_t size;
+    if (count > size) {
+        free(room);
+        room = aligned_alloc(64, (size_t)(size = (count + 31) / 32 * 32) * 2);
+    }
+    return room;
+}
+
 /* Compute the outputs of blocks [begin, end). */
 static void multiply_blocks(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out,
                             int64_t add, int64_t begin, int64_t end) {
     static _Thread_local float sums[TOGETHER][MOST][BLOCK] __attribute__((aligned(64)));
-    int tiles = uses_tiles(product, rows), dots = has_dot && !tiles, plain = product->kind == BF16;
-    int64_t inputs = product->inputs, configured = 0, most = dots ? TILE : MOST, together = !plain || tiles || (dots && rows > TILE) ? 1 : TOGETHER;
-    int kind = (int)product->kind, by_output = FORMATS[kind].scale == OF_OUTPUT;
+    int tiles = uses_tiles(product, rows), dots = has_dot && !tiles, plain = is_wide(product->kind);
+    int64_t inputs = product->inputs, configured = 0, most = dots ? TILE : MOST, together = product->kind != BF16 || tiles || (dots && rows > TILE) ? 1 : TOGETHER;
+    int kind = (int)product->kind, by_output = FORMATS[kind].scale == OF_OUTPUT, narrow_codes = plain && kind != BF16;
     int64_t bytes = inputs * 2 * FORMATS[kind].bits; /* bytes of a block */
-    int64_t of_scales = by_output ? BLOCK * 4 : inputs / scaled_inputs(kind) * scale_bytes(kind);
+    int64_t of_scales = by_output ? BLOCK * 4 : narrow_codes ? own_scale_bytes(kind, inputs) : inputs / scaled_inputs(kind) * scale_bytes(kind);
+    bf16 *wide = narrow_codes ? room_for(inputs * BLOCK) : 0;
     for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
-        const uint8_t *scales = plain ? 0 : (const uint8_t *)product->scales + block * of_scales;
+        const uint8_t *scales = kind == BF16 ? 0 : (const uint8_t *)product->scales + block * of_scales;
+        if (narrow_codes) widen_block(kind, own, scales, inputs, wide), own = (const uint8_t *)wide;
         blocks = end - block < together ? end - block : together;
         for (int64_t from = 0; from < rows; from += most) {
             int64_t count = rows - from < most ? rows - from : most;
@@ -442,9 +470,7 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
             else
                 (tiles ? block_codes_amx : dots ? block_codes : block_codes_avx2)(product, own, scales, prepared, from, count, sums[0]);
             if (by_output) scale_outputs(sums[0], count, (const float *)scales);
-            for (int64_t i = 0; i < blocks; i++)
-                for (int64_t r = 0; r < count; r++)
-                    finish(product, sums[i][r], out + (from + r) * product->stride, add, block + i);
+            for (int64_t i = 0; i < blocks; i++) finish(product, sums[i], count, out + from * product->stride, add, block + i);
         }
     }
     if (configured) release_tiles();
@@ -452,6 +478,7 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
 
 static void multiply_part(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out,
                           int64_t add) {
+    room.rows = rows;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), blocks = num_blocks(product);
     if (!reads_rows(product, rows)) {
         int64_t inputs = product->inputs, parts = (inputs + GROUP - 1) / GROUP, end = parts * (thread + 1) / threads * GROUP;
@@ -491,7 +518,7 @@ int64_t usable(int64_t most) { return most & 0; }
 /* Run ``multiply`` in a parallel region of its own, with the buffers ``values``, ``scales`` and ``sums``. */
 void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *values, float *scales, int32_t *sums, bf16 *out,
             int64_t rows) {
-    Prepared room = {values, scales, sums};
+    Prepared room = {values, scales, sums, rows};
 #pragma omp parallel
     multiply(product, x, stride, room, rows, out, 0);
 }

@@ -8,14 +8,17 @@
 #define PACK 32   /* inputs whose codes are packed together */
 #define LARGE 256 /* inputs that share the fp16 scale of scales */
 
-/* bf16 numbers, volley's quantised formats, and those of GGUF files, in the order of FORMATS and of native/formats.py. */
-enum { BF16, INT8, INT4, Q8_0, Q5_0, Q4_0, Q5_1, Q4_1, Q6_K, Q5_K, Q4_K, Q3_K, Q2_K, IQ4_NL, IQ4_XS, MXFP4 };
-enum { NONE, OF_OUTPUT, FLOAT, HALF, BRAIN, PRODUCT }; /* PRODUCT: fp16 for 256 inputs times an integer for each group */
+/* bf16 numbers, volley's quantised formats, those of GGUF files, and small floats, in the order of FORMATS and of
+ * weights.py. */
+enum { BF16, INT8, INT4, Q8_0, Q5_0, Q4_0, Q5_1, Q4_1, Q6_K, Q5_K, Q4_K, Q3_K, Q2_K, IQ4_NL, IQ4_XS, MXFP4, IQ3_XXS, IQ3_S, IQ2, IQ1,
+       TQ, FP8, NVFP4 };
+enum { NONE, OF_OUTPUT, FLOAT, HALF, BRAIN, PRODUCT, OWN }; /* OWN: widen_block knows; PRODUCT: fp16 for 256 inputs times an integer for each group */
 
 typedef struct {
     int bits, group; /* bits of a code; inputs that share a scale */
     int zero;        /* the code of zero; if it is 0, groups have a minimum, which is added to code times scale */
     int scale, table;
+    float unit; /* for PRODUCT: a power of two that the scale is multiplied by; 0 is 1 */
 } Format;
 
 static const Format FORMATS[] = {
@@ -24,7 +27,9 @@ static const Format FORMATS[] = {
     [Q5_1] = {5, 32, 0, HALF, 0},         [Q4_1] = {4, 32, 0, HALF, 0},           [Q6_K] = {6, 16, 32, PRODUCT, 0},
     [Q5_K] = {5, 32, 0, PRODUCT, 0},      [Q4_K] = {4, 32, 0, PRODUCT, 0},        [Q3_K] = {3, 16, 4, PRODUCT, 0},
     [Q2_K] = {2, 16, 0, PRODUCT, 0},      [IQ4_NL] = {4, 32, 128, HALF, 1},       [IQ4_XS] = {4, 32, 128, PRODUCT, 1},
-    [MXFP4] = {4, 32, 128, BRAIN, 2},
+    [MXFP4] = {4, 32, 128, BRAIN, 2},     [FP8] = {8, GROUP, 0, OWN, 0},          [NVFP4] = {4, GROUP, 0, OWN, 0},
+    [IQ3_XXS] = {4, 32, 128, PRODUCT, 3, 0.25f}, [IQ3_S] = {4, 32, 128, PRODUCT, 4}, [IQ2] = {3, 16, 128, PRODUCT, 5, 0.125f},
+    [IQ1] = {3, 16, 128, PRODUCT, 6, 0.125f},    [TQ] = {2, 32, 2, PRODUCT, 0},
 };
 
 /* Numbers that the codes of a table index. */
@@ -32,7 +37,13 @@ static const int8_t TABLES[][16] = {
     {0},
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62},
+    {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
+    {8, 25, 43, 0, -8, -25, -43, 0},
+    {-7, 1, 9, 0, -9, -1, 7, 0},
 };
+
+INLINE float unit_of(int kind) { return FORMATS[kind].unit ? FORMATS[kind].unit : 1.0f; }
 
 /* Return 1 for scales alone, 2 for scales and minima. */
 INLINE int num_scales(int kind) { return FORMATS[kind].zero ? 1 : 2; }
@@ -85,14 +96,24 @@ typedef struct Product {
 
 typedef struct { /* inputs of a matmul, packed for its kernel */
     int8_t *values; /* codes if the weight is quantised, else bf16: [rows, inputs], or in units (prepare) */
-    float *scales;  /* [rows, inputs / group] */
-    int32_t *sums;  /* [rows, inputs / group]: sums of codes times -zero; for formats with minima sums times the scale, in fp32 */
+    float *scales;  /* [inputs / group, rows] */
+    int32_t *sums;  /* [inputs / group, rows]: sums of codes times -zero; for formats with minima sums times the scale, in fp32 */
+    int64_t rows;
 } Prepared;
+
+/* Small floats become bf16 numbers, block by block, when they are multiplied: the results are those of a bf16 weight. */
+INLINE int is_wide(int64_t kind) { return kind == BF16 || FORMATS[kind].scale == OWN; }
+INLINE int64_t own_scale_bytes(int64_t kind, int64_t inputs) { return kind == FP8 ? inputs / GROUP * BLOCK * 4 : BLOCK * 4 + inputs; }
+
+/* Decode a block of 16 outputs to bf16 numbers [inputs / 2][16][2]. FP8: e4m3 codes in this order, and fp32 scales
+ * [inputs / 64][16]. NVFP4: pairs of e2m1 codes [inputs / 2][16], the first in the low bits; a divisor of scales in fp32 [16],
+ * then e4m3 scales [inputs / 16][16]. */
+void widen_block(int64_t kind, const uint8_t *codes, const uint8_t *scales, int64_t inputs, bf16 *out);
 
 #define MOST 64     /* rows that share one read of a block */
 #define TOGETHER 16 /* bf16 blocks summed in one call; AVX2 converts their inputs to fp32 once */
 
-/* Call ``call(kind)`` with a constant: for GGUF's formats, and for all quantised formats. */
+/* Call ``call(kind)`` with a constant: for GGUF's types that blocks.c reads, and for all quantised formats. */
 #define BY_STORED(kind, call)                                                                       \
     switch (kind) {                                                                                 \
         case Q8_0: call(Q8_0); break;                                                               \
@@ -113,6 +134,11 @@ typedef struct { /* inputs of a matmul, packed for its kernel */
     switch (kind) {                                                                                 \
         case INT8: call(INT8); break;                                                               \
         case INT4: call(INT4); break;                                                               \
+        case IQ3_XXS: call(IQ3_XXS); break;                                                         \
+        case IQ3_S: call(IQ3_S); break;                                                             \
+        case IQ2: call(IQ2); break;                                                                 \
+        case IQ1: call(IQ1); break;                                                                 \
+        case TQ: call(TQ); break;                                                                   \
         default: BY_STORED(kind, call)                                                              \
     }
 

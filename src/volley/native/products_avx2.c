@@ -161,9 +161,11 @@ AVX2 INLINE Scales group_scales(int kind, const uint8_t *scales, int64_t g, int 
     __m256 none = _mm256_setzero_ps();
     switch (FORMATS[kind].scale) {
         case HALF: return (Scales){of_halves(own), more ? of_halves(own + 32) : none};
-        case PRODUCT:
-            return (Scales){_mm256_mul_ps(of_halves(own), of_bytes(factors)),
-                            more ? _mm256_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        case PRODUCT: {
+            __m256 scale = _mm256_mul_ps(of_halves(own), of_bytes(factors));
+            if (unit_of(kind) != 1.0f) scale = _mm256_mul_ps(scale, _mm256_set1_ps(unit_of(kind)));
+            return (Scales){scale, more ? _mm256_mul_ps(of_halves(own + 32), of_bytes(factors + 16)) : none};
+        }
         case BRAIN: {
             __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)own));
             return (Scales){_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)), none};
@@ -188,7 +190,7 @@ AVX2 INLINE void few_codes(int kind, int64_t inputs, const uint8_t *codes, const
             __m256i found[4][2];
             for (int r = 0; r < count; r++)
                 found[r][0] = found[r][1] =
-                    is_signed || !FORMATS[kind].zero ? _mm256_setzero_si256() : _mm256_set1_epi32(x.sums[(row + r) * groups + g]);
+                    is_signed || !FORMATS[kind].zero ? _mm256_setzero_si256() : _mm256_set1_epi32(x.sums[g * x.rows + row + r]);
             if (is_signed)
                 signed_group(kind, codes, part * group / 4, of_rows, inputs, count, found);
             else
@@ -196,7 +198,7 @@ AVX2 INLINE void few_codes(int kind, int64_t inputs, const uint8_t *codes, const
             Scales of_outputs[2];
             for (int h = 0; h < 2; h++) of_outputs[h] = group_scales(kind, scales, g, h);
             for (int r = 0; r < count; r++) {
-                int64_t place = (row + r) * groups + g;
+                int64_t place = g * x.rows + row + r;
                 __m256 of_row = _mm256_set1_ps(x.scales[place]), of_inputs = _mm256_broadcast_ss((const float *)x.sums + place);
                 for (int h = 0; h < 2; h++) {
                     __m256 scale = _mm256_mul_ps(of_row, of_outputs[h].scale);

@@ -207,7 +207,8 @@ INLINE float scale_of(int kind, const uint8_t *scales, int64_t g, int64_t row, i
     }
     memcpy(&half, own, 2);
     scale = FORMATS[kind].scale == BRAIN ? widen(half) : of_half(half);
-    return FORMATS[kind].scale == PRODUCT ? scale * (float)(int8_t)factors_at(kind, scales, g)[place * BLOCK + row] : scale;
+    if (FORMATS[kind].scale != PRODUCT) return scale;
+    return scale * (float)(int8_t)factors_at(kind, scales, g)[place * BLOCK + row] * unit_of(kind);
 }
 
 INLINE void read_row(int kind, int64_t inputs, const uint8_t *codes, const uint8_t *scales, int64_t row, bf16 *out) {
@@ -222,6 +223,93 @@ INLINE void read_row(int kind, int64_t inputs, const uint8_t *codes, const uint8
                 out[at + i] = narrow(num_scales(kind) > 1 ? numbers[i] * scale + least : numbers[i] * scale);
         }
     }
+}
+
+/* Shift exponent and mantissa to their places in fp32, and put the exponent's bias right; this is exact. */
+INLINE float of_e4m3(uint8_t code) {
+    float size = of_bits((uint32_t)(code & 127) << 20) * 0x1p120f;
+    return of_bits(bits_of((code & 127) == 127 ? NAN : size) | (uint32_t)(code & 128) << 24);
+}
+INLINE float of_e2m1(uint8_t code) { return of_bits(bits_of(of_bits((uint32_t)(code & 7) << 22) * 0x1p126f) | (uint32_t)(code & 8) << 28); }
+
+FOR_EACH_CPU static void widen_fp8(const uint8_t *codes, const float *scales, int64_t inputs, bf16 *out) {
+    for (int64_t at = 0; at < inputs; at += 2, codes += 2 * BLOCK, out += 2 * BLOCK)
+        for (int i = 0; i < 2 * BLOCK; i++) out[i] = narrow(of_e4m3(codes[i]) * scales[at / GROUP * BLOCK + i / 2]);
+}
+
+FOR_EACH_CPU static void widen_nvfp4(const uint8_t *codes, const float *divisors, const uint8_t *scales, int64_t inputs, bf16 *out) {
+    float scale[BLOCK];
+    for (int64_t at = 0; at < inputs; at += 2, codes += BLOCK, out += 2 * BLOCK) {
+        if (at % 16 == 0)
+            for (int i = 0; i < BLOCK; i++) scale[i] = of_e4m3(scales[at + i]) / divisors[i];
+        for (int i = 0; i < BLOCK; i++) {
+            out[2 * i] = narrow(of_e2m1(codes[i]) * scale[i]);
+            out[2 * i + 1] = narrow(of_e2m1(codes[i] >> 4) * scale[i]);
+        }
+    }
+}
+
+#if X86
+/* Round two numbers of each output to bf16, side by side. */
+DOT INLINE __m512i paired(__m512 one, __m512 two) {
+    __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(one)), high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(two));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+/* Convert e4m3 numbers to fp32 by way of fp16, whose exponent has another bias. */
+DOT INLINE __m512 of_e4m3_dot(__m256i codes) {
+    __m256i size = _mm256_and_si256(codes, _mm256_set1_epi16(127)), sign = _mm256_and_si256(codes, _mm256_set1_epi16(128));
+    __m256i half = _mm256_mask_mov_epi16(_mm256_slli_epi16(size, 7), _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(127)),
+                                         _mm256_set1_epi16(0x7e00));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(half, _mm256_slli_epi16(sign, 8))), _mm512_set1_ps(256.0f));
+}
+
+DOT static void widen_fp8_dot(const uint8_t *codes, const float *scales, int64_t inputs, bf16 *out) {
+    for (int64_t at = 0; at < inputs; at += 2, codes += 2 * BLOCK, out += 2 * BLOCK) {
+        __m256i pairs = _mm256_loadu_si256((const __m256i *)codes);
+        __m512 scale = _mm512_loadu_ps(scales + at / GROUP * BLOCK);
+        __m512 one = of_e4m3_dot(_mm256_and_si256(pairs, _mm256_set1_epi16(255))), two = of_e4m3_dot(_mm256_srli_epi16(pairs, 8));
+        _mm512_storeu_si512(out, paired(_mm512_mul_ps(one, scale), _mm512_mul_ps(two, scale)));
+    }
+}
+
+DOT static void widen_nvfp4_dot(const uint8_t *codes, const float *divisors, const uint8_t *scales, int64_t inputs, bf16 *out) {
+    static const bf16 numbers[32] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                     0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    __m512i table = _mm512_loadu_si512(numbers);
+    __m512 divisor = _mm512_loadu_ps(divisors), scale = divisor;
+    for (int64_t at = 0; at < inputs; at += 2, codes += BLOCK, out += 2 * BLOCK) {
+        if (at % 16 == 0) scale = _mm512_div_ps(of_e4m3_dot(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(scales + at)))), divisor);
+        __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+        __m512i apart = _mm512_or_si512(_mm512_and_si512(pairs, _mm512_set1_epi32(15)), _mm512_slli_epi32(_mm512_srli_epi32(pairs, 4), 16));
+        __m512i wide = _mm512_permutexvar_epi16(apart, table);
+        __m512 one = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+        __m512 two = _mm512_castsi512_ps(_mm512_and_si512(wide, _mm512_set1_epi32((int)0xffff0000)));
+        _mm512_storeu_si512(out, paired(_mm512_mul_ps(one, scale), _mm512_mul_ps(two, scale)));
+    }
+}
+#else
+#define has_dot 0
+#define widen_fp8_dot widen_fp8
+#define widen_nvfp4_dot widen_nvfp4
+#endif
+
+void widen_block(int64_t kind, const uint8_t *codes, const uint8_t *scales, int64_t inputs, bf16 *out) {
+    const float *numbers = (const float *)scales;
+    if (kind == FP8)
+        (has_dot ? widen_fp8_dot : widen_fp8)(codes, numbers, inputs, out);
+    else
+        (has_dot ? widen_nvfp4_dot : widen_nvfp4)(codes, numbers, scales + BLOCK * 4, inputs, out);
+}
+
+/* Decode all blocks of a matmul's weight in small floats to bf16 numbers in their order. */
+void widen_blocks(const Product *product, bf16 *out) {
+    int64_t inputs = product->inputs, bytes = inputs * 2 * FORMATS[product->kind].bits;
+    int64_t of_scales = own_scale_bytes(product->kind, inputs), blocks = (product->outputs + BLOCK - 1) / BLOCK;
+#pragma omp parallel for
+    for (int64_t i = 0; i < blocks; i++)
+        widen_block(product->kind, product->codes + i * bytes, (const uint8_t *)product->scales + i * of_scales, inputs,
+                    out + i * inputs * BLOCK);
 }
 
 /* Decode rows ``rows [count]`` of a matmul's weight to out [count, inputs]. */

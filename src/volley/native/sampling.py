@@ -93,14 +93,12 @@ def follow(
     sizes: Sequence[int],
     most: int,
     drafted: Tensor | None = None,
-    *,
-    by_place: bool = False,
 ) -> tuple[list[int], list[float]]:
     """Return greedy chains: the likeliest token of every position after the previous one, and its probability.
 
     Candidates are the ``most`` tokens with the largest ``logits [R, V]`` (bf16); R is the sum of ``sizes``. ``drafted [N]`` are
-    the tokens that may be drafted, by default all. A table has a row for each token, or with ``by_place`` for each of
-    ``drafted``. ``anchors`` are the table rows of the tokens before the chains.
+    the tokens that may be drafted, by default all. A table has a row for each token. ``anchors`` are the tokens before the
+    chains.
     """
     assert drafted is None or (drafted.dtype == torch.int64 and drafted.is_contiguous())
     count = logits.shape[1] if drafted is None else len(drafted)
@@ -109,7 +107,7 @@ def follow(
     chosen, values = np.empty((len(sizes), count), dtype=np.int32), np.empty((len(sizes), count), dtype=np.float32)
     rows, outputs, own = tables
     functions().follow(
-        *(logits.data_ptr(), logits.shape[1], None if drafted is None else drafted.data_ptr(), count, most, by_place),
+        *(logits.data_ptr(), logits.shape[1], None if drafted is None else drafted.data_ptr(), count, most),
         *(rows.data_ptr(), None if own is None else own.data_ptr(), outputs.data_ptr(), outputs.shape[1]),
         *(starts.ctypes.data, before.ctypes.data, len(sizes)),
         *(chosen.ctypes.data, values.ctypes.data, tokens.ctypes.data, sure.ctypes.data),

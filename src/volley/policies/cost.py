@@ -20,15 +20,15 @@ Measure = Callable[[int, int], float]
 Pass = tuple[int, int]
 """Tokens and requests of a pass."""
 
-_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]  # tokens of the passes that are timed
-_FEWER = [1, 32, 128, 512]  # if only prompt lookup is used, whose drafts are long; an answer waits while they are timed
-_FIRST = 4  # tokens up to which passes are timed at once
+_SIZES = [1, 8, 32, 128, 512]  # tokens of the passes that are timed; few, because an answer waits while they are
+_FIRST = 2  # tokens up to which passes are timed at once
+_BEYOND = 2  # the table is extrapolated to this many times its largest size before a larger one is timed
 _SHARE = 8  # tokens per request in such a pass; one request with all of them would read far more keys
 MOST_TIMED = _SHARE
 """Most tokens of one request in a pass that is timed."""
 _BENT = 1.15  # a pass that took this many times the linear interpolation of two others was interrupted
 _FAR = 1e6  # tokens up to which the table is extrapolated
-_STEPS = 128  # number of last steps to which the weights are fitted
+_STEPS = 64  # number of last plain steps, and of last others, to which the weights are fitted
 _REFIT = 8  # steps from one fit to the next; a fit takes half a millisecond
 _NOISE = 0.15  # relative noise of a step's time: other work, padding, sampling, text lengths
 _SHORT = 0.25  # seconds; passes that probably take longer are not timed in advance,
@@ -46,14 +46,14 @@ class PassCost:
     passes.
     """
 
-    def __init__(self, measure: Measure, sizes: list[int] = _SIZES) -> None:
-        """Measure with ``measure``. ``sizes`` are the tokens of the passes that are timed."""
-        self._measure, self._sizes = measure, sizes
+    def __init__(self, measure: Measure) -> None:
+        self._measure = measure
         self._timed: dict[int, float] = {}
         self._table = np.zeros((2, 1))  # tokens and seconds
         self._points = [[0.0, _FAR], [0.0, 0.0]]  # the table as lists
         self._weights, self._prior, self._doubt = np.zeros((3, 4))  # each for speed, fixed, each, reading
-        self._steps: deque[tuple[int, int, int, float]] = deque(maxlen=_STEPS)
+        # Steps of one token a request, and others: rare drafts would be forgotten among plain steps.
+        self._steps: list[deque[tuple[int, int, int, float]]] = [deque(maxlen=_STEPS), deque(maxlen=_STEPS)]
         self._unfitted = 0  # steps since the last fit
 
     def __call__(self, tokens: int, requests: int) -> float:
@@ -69,7 +69,7 @@ class PassCost:
 
     def expected(self, tokens: FloatArray, requests: FloatArray | int) -> FloatArray:
         """Return the seconds of many passes without timing any. Beyond the timed sizes the result is a cautious guess."""
-        if self._unfitted >= min(_REFIT, max(1, len(self._steps) - _REFIT)):
+        if self._unfitted >= min(_REFIT, max(1, sum(map(len, self._steps)) - _REFIT)):
             self._fit()
         speed, fixed, each, _ = self._weights
         return np.asarray(speed * np.interp(tokens, *self._table) + fixed + each * (requests - 1))
@@ -85,15 +85,17 @@ class PassCost:
 
     def observe(self, tokens: int, requests: int, seconds: float, read: int = 0) -> None:
         """Learn from a step of ``seconds``, which decoded ``tokens`` of ``requests`` and read ``read`` tokens of prompts."""
-        if tokens in range(1 + max(self._timed, default=0)):
-            self._steps.append((tokens, requests, read, seconds))
+        if tokens in range(1 + _BEYOND * max(self._timed, default=0)):
+            self._steps[tokens > requests].append((tokens, requests, read, seconds))
             self._unfitted += 1
 
     def time(self, tokens: float) -> bool:
-        """Extend the table to ``tokens``; return True if that was needed. Each size is timed twice, and the faster run counts."""
-        fresh = [s for s in self._sizes[: bisect_left(self._sizes, max(tokens, _FIRST)) + 1] if s not in self._timed]
-        for size in fresh + fresh[::-1]:
-            self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
+        """Extend the table to ``tokens``; return True if that was needed."""
+        reach = bisect_left(_SIZES, max(tokens / _BEYOND, _FIRST)) + 1
+        fresh = [size for size in _SIZES[:reach] if size not in self._timed]
+        for size in fresh + fresh[::-1]:  # the faster of two runs counts
+            if not self._is_likely(size):
+                self._timed[size] = min(self._timed.get(size, inf), self._measure(size, max(1, size // _SHARE)))
         if fresh:
             sizes, seconds = _uninterrupted(self._timed)
             slope = ((seconds[-1] - seconds[:-1]) / (sizes[-1] - sizes[:-1])).min()
@@ -103,16 +105,25 @@ class PassCost:
             # attributed to single steps rather than to all passes, because large passes would look too expensive otherwise.
             self._prior = self._weights = np.array((1.0, 0.0, 0.02 * seconds[0], slope / 2))
             self._doubt = np.array((0.25, seconds[0], 0.05 * seconds[0], slope / 2)) + 1e-9
-            self._unfitted = _REFIT if self._steps else 0
+            self._unfitted = _REFIT if any(self._steps) else 0
         return bool(fresh)
+
+    def _is_likely(self, size: int) -> bool:
+        """Return True if ``size`` was timed, at no more than two smaller sizes suggest: it need not be timed again."""
+        smaller = [other for other in _SIZES if other < size]
+        if size not in self._timed or len(smaller) < 2:
+            return False
+        first, last = smaller[-2:]
+        slope = (self._timed[last] - self._timed[first]) / (last - first)
+        return self._timed[size] <= _BENT * (self._timed[last] + slope * (size - last))
 
     def rehearse(self, most: int) -> None:
         """Time passes of up to ``most`` tokens in advance, so that no step waits for it. Passes that probably take long are
         skipped."""
         end = time.perf_counter() + _AHEAD
-        for size in self._sizes:
+        for size in _SIZES:
             longest = max(self._timed.values(), default=0.0)
-            if size > most or 2 * longest > _SHORT or time.perf_counter() > end:
+            if size > most or 4 * longest > _SHORT or time.perf_counter() > end:  # the next size is four times as large
                 return
             self.time(size)
 
@@ -122,7 +133,7 @@ class PassCost:
 
     def _fit(self) -> None:
         """Fit the weights by ridge regression of the steps' relative errors, towards the prior weights."""
-        tokens, requests, read, seconds = np.array(self._steps).T
+        tokens, requests, read, seconds = np.array([*self._steps[False], *self._steps[True]]).T
         parts = np.array((np.interp(tokens, *self._table), np.ones(len(tokens)), requests - 1, read))
         expected = np.maximum(self._weights @ parts, 1e-9)  # a proposer may report no time at all
         parts /= _NOISE * np.minimum(seconds, _INTERRUPTED * expected)
@@ -166,12 +177,8 @@ class Costs:
         measure_draft: Measure,
         measure_target: Measure,
         arrivals: Arrivals | None = None,
-        *,
-        only_copies: bool = False,
     ) -> None:
-        """Measure drafter and target. ``only_copies``: there is no drafter, so target passes are plain or verify prompt-lookup
-        tokens."""
-        self.draft, self.target = PassCost(measure_draft), PassCost(measure_target, _FEWER if only_copies else _SIZES)
+        self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
         self.ledger = Ledger()
         self._plain = 0, 0.0  # requests of the last plain step, and its last expected seconds

@@ -96,7 +96,9 @@ class DraftSteps:
         for steps in own.tried.keys() - {own.best}:
             own.others[steps] = cycles_between(rates[steps], seconds[steps], rates[own.best], seconds[own.best])
 
-    def rides(self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool) -> bool:
+    def should_fuse(
+        self, confidence: Sequence[float], verified: int, length: int, requests: int, *, is_greedy: bool
+    ) -> bool:
         """Return True if the next canvas should be fused behind a draft whose tokens had these probabilities.
 
         The fused pass over ``verified`` tokens of each request gets longer by ``length``. It saves a pass over ``length`` if

@@ -27,7 +27,6 @@ _ENOUGH = 8  # blocks of a kind before its first review; until then blocks are w
 _NODES = 15  # nodes of a tree, without the anchor; larger trees gain less than they cost
 _NEARLY_FREE = 1.5  # trees are used if verifying whole ones takes at most this many times as long as plain decoding
 _OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles between two that a request is learnt from: 10 to 40 µs a block
-_CHANCE = 8  # tokens, about a block, that the last blocks may have fallen short by chance
 _SAMPLE = 15  # if drafting is far from paying, every 15th request tries it; drafting is suspended for the others
 _LONGEST = 10**6  # draft positions: a view limits them
 _NOTHING = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
@@ -164,9 +163,10 @@ class Goodput(Policy):
             blocks, expected, right = zip(*self._blocks[kind], strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
-            # The acceptance model, by which drafts are cut, learns slowly that confident drafts may be wrong.
-            if 2 * sum(right) + _CHANCE < sum(expected):
-                trust[kind] = sum(right) / sum(expected)
+            # The acceptance model, by which drafts are cut, learns slowly that confident drafts may be wrong. What the last
+            # blocks lack beyond one standard deviation, or about one token if none came, is not chance.
+            missing = sum(expected) - sum(right) - (sum(right) + 1) ** 0.5
+            trust[kind] = 1 - max(0.0, missing) / max(sum(expected), 1.0)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
         plain = planner.promise([PLAIN] * KINDS)
         review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))

@@ -5,9 +5,8 @@ from typing import Any
 
 from volley.decode.lookup import right_so_far
 from volley.decode.tree import likeliest_first, prune
-from volley.decode.work import Work
+from volley.decode.work import Proposal, Work
 from volley.policies.base import Cycle, Policy
-from volley.types import Proposal
 
 
 def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:

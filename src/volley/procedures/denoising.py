@@ -10,21 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Edit, Look, Reveal, grouped
+from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Look, Reveal, grouped
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
-from volley.decode.sampling import best_tokens, logprobs_of, without
-from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Work
+from volley.decode.sampling import Score, best_tokens, scores_of, without
+from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Verdict, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
 from volley.memory.device import most_together
 from volley.memory.upload import upload_indices
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.target import Target
-from volley.procedures.request import Procedure, Request
-from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Verdict
-
-Works = Sequence[Work[Request]]
+from volley.params import DiffusionMode, DiffusionParams, SamplingParams
+from volley.procedures.request import Procedure, Request, Works
 
 
 def diffusion_of(request: Request) -> DiffusionParams:
@@ -150,8 +148,7 @@ class Denoising(Procedure):
     def denoiser(self, request: Request) -> Denoiser:
         if self.family.mask_token_id is None:
             return Renoise(self.target.vocab_size)
-        is_edited = diffusion_of(request).strategy == "editing"
-        return (Edit if is_edited else Reveal)(self.family.mask_token_id)
+        return Reveal(self.family.mask_token_id)
 
     def settings(self, request: Request) -> DiffusionParams:
         """Return the settings of the passes over the request's canvas."""
@@ -236,7 +233,7 @@ class Denoising(Procedure):
             each = denoiser.step_together([look for _, _, look in members])
             for (request, seen, look), decided in zip(members, each, strict=True):
                 if request.params.logprobs and bool(decided.any()):
-                    _note_logprobs(look.canvas, decided, seen, request.params)
+                    _note_scores(look.canvas, decided, seen, request.params)
         self._tell([look.canvas for members in looks.values() for _, _, look in members])
 
     def _tell(self, canvases: Sequence[Canvas]) -> None:
@@ -257,7 +254,7 @@ class Denoising(Procedure):
         request.canvas = self.make_canvas(request, request.length, first)
         if request.params.logprobs:
             slots = torch.arange(len(request.canvas)) == 0
-            _note_logprobs(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
+            _note_scores(request.canvas, slots, rows.expand(len(request.canvas), -1), request.params)
 
     def _finish(self, work: Work[Request]) -> None:
         """Emit the tokens of a canvas that is done or holds the rest of the answer. None of its K/V are kept."""
@@ -266,7 +263,7 @@ class Denoising(Procedure):
         known = request.length - canvas.start
         if end := len(canvas) if canvas.done else self._settled_end(request, known):
             work.verdict = Verdict(0, canvas.tokens[known:end].tolist())
-            work.logprobs, work.top_logprobs = canvas.logprobs[known:end], canvas.top_logprobs[known:end]
+            work.scores = canvas.scores[known:end]
             request.stats.canvas_steps.append(canvas.step)
             request.canvas = None
 
@@ -275,7 +272,7 @@ class Denoising(Procedure):
         0."""
         canvas = request.canvas
         assert canvas is not None
-        if self.family.mask_token_id is None or diffusion_of(request).strategy == "editing":
+        if self.family.mask_token_id is None:
             return 0
         needed = canvas.tokens[known : known + request.remaining].tolist()
         stops = (slot for slot, token in enumerate(needed, 1) if token in request.stop_token_ids)
@@ -289,14 +286,12 @@ def are_finite(each: Sequence[Tensor]) -> list[bool]:
     return found
 
 
-def _note_logprobs(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:
+def _note_scores(canvas: Canvas, slots: Tensor, rows: Tensor, params: SamplingParams) -> None:
     """Record log-probabilities of the tokens in ``slots``, under the model's unmodified logits ``rows [L, V]`` of that pass."""
-    length = len(canvas)
-    canvas.logprobs = canvas.logprobs or [0.0] * length
-    canvas.top_logprobs = canvas.top_logprobs or [[] for _ in range(length)]
+    canvas.scores = canvas.scores or [Score(0.0, 0, [])] * len(canvas)
     at_once = max(1, most_together(rows.device) // rows.shape[-1])
     for where in torch.split(slots.nonzero()[:, 0], at_once):
         seen = rows.index_select(0, upload_indices(where.tolist(), rows.device))
-        found = logprobs_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
-        for place, logprob, top in zip(where.tolist(), *found, strict=True):
-            canvas.logprobs[place], canvas.top_logprobs[place] = logprob, top
+        found = scores_of(seen, canvas.tokens[where].tolist(), params.top_logprobs)
+        for place, score in zip(where.tolist(), found, strict=True):
+            canvas.scores[place] = score

@@ -6,6 +6,7 @@ from volley.errors import ConfigError, UnsupportedModelError
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion import SELF_STRATEGY, refuse_unread
 from volley.models.targets.target import Target
+from volley.params import DiffusionMode, DiffusionParams, SamplingParams
 from volley.policies.cost import PassCost
 from volley.policies.draft_steps import DraftSteps
 from volley.procedures.denoising import Denoising
@@ -13,9 +14,8 @@ from volley.procedures.in_place import InPlace
 from volley.procedures.request import Procedure
 from volley.procedures.self_speculative import SelfSpeculative
 from volley.procedures.speculative import Speculative
-from volley.types import DiffusionMode, DiffusionParams, SamplingParams
 
-_MASK_DEFAULTS = DiffusionParams(threshold=0.9, edit_threshold=0.9, entropy_bound=0.35)
+_MASK_DEFAULTS = DiffusionParams(threshold=0.9, entropy_bound=0.35)
 """Values that the strategies of masked models read if a family gives none. A family gives those of its own strategy."""
 
 

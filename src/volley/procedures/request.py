@@ -8,25 +8,18 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.canvas import Canvas
-from volley.decode.detokenize import Detokenizer
+from volley.decode.late import Reading
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
-from volley.decode.sampling import PositionNoise
-from volley.decode.stops import StopFinder
+from volley.decode.sampling import PositionNoise, Score
 from volley.decode.work import NO_DRAFT, Ask, Kind, Work
 from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
+from volley.params import SamplingParams
 from volley.policies.base import View
-from volley.types import (
-    MASKED,
-    CanvasDraft,
-    FinishReason,
-    GenerationResult,
-    GenerationStats,
-    SamplingParams,
-    TextChunk,
-)
+from volley.procedures.text import TextWriter
+from volley.results import CanvasDraft, FinishReason, GenerationResult, GenerationStats, TextChunk
 
 
 class Procedure(ABC):
@@ -86,8 +79,11 @@ class Procedure(ABC):
         """Return how many of the segment's last tokens need logits."""
 
     @abstractmethod
-    def absorb(self, works: Sequence[Work["Request"]], logits: Tensor) -> None:
-        """Fill in the verdict of every work from its rows of ``logits [R, V]``: tokens to emit and K/V to keep."""
+    def absorb(self, works: "Works", logits: Tensor) -> Reading | None:
+        """Fill in the verdict of every work from its rows of ``logits [R, V]``: tokens to emit and K/V to keep.
+
+        If the host has to read values of the device for that, return them; reading them completes the verdicts.
+        """
 
 
 @dataclass(eq=False, slots=True)
@@ -105,15 +101,13 @@ class Request:
     max_length: int
     """Number of tokens, prompt included, at which the request ends for length."""
     stop_token_ids: frozenset[int]
-    detokenizer: Detokenizer
+    writer: TextWriter
     table: BlockTable
     draft_table: BlockTable
     """Drafter's pages: the same table, or a separate ring under a draft window."""
     procedure: Procedure
     room: int
     """Number of slots in the pool, which is also the most that this request can use."""
-    stops: StopFinder = field(default_factory=lambda: StopFinder((), {}))
-    """Finder of its stop strings."""
     rules: tuple[TokenRule, ...] = ()
     """Logits processors: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
@@ -132,35 +126,22 @@ class Request:
     computed: int = 0
     canvas: Canvas | None = None
     """Canvas that a diffusion language model is denoising; a preemption does not drop it."""
-    shown: tuple[int, int] = (0, 0)
-    """Start and step of the canvas when its draft was last streamed."""
-    drafted: tuple[str, list[int | None]] = ("", [])
-    """Text and tokens of the draft that was streamed last."""
     denoised_at: int = 0
     """Scheduler step in which its canvas was last denoised or committed."""
     lookup: Lookup = field(default_factory=Lookup)
-    foreseen: int = 0
+    noise_used_until: int = 0
     """Position before which a draft may have used the target's noise."""
     page_hashes: list[bytes] = field(default_factory=list)
-    text: str = ""
-    """Text of the tokens that :meth:`write` has processed."""
-    emitted_text: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_logprobs: list[float] = field(default_factory=list)
-    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    prompt_ranks: list[int] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    """Scores of the output tokens, if requested."""
+    prompt_scores: list[Score] = field(default_factory=list)
+    """Scores of the prompt's tokens from the second on, if requested."""
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """Exception raised while its tokens or its text were processed."""
     failure: NonFiniteError | None = None
     """Reason why it ended with ``finish_reason`` "error"."""
     stats: GenerationStats = field(default_factory=GenerationStats)
-    chunks: list[TextChunk] = field(default_factory=list)
-    unwritten: list[tuple[int, bool]] = field(default_factory=list)
-    """Output tokens without text so far, each with True if it comes from a draft."""
-    is_streamed: bool = True
-    """True if its chunks may be taken. Otherwise no chunks are made, and the tokens of a step become text together."""
     arrived: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -186,7 +167,7 @@ class Request:
     @property
     def first_unscored(self) -> int | None:
         """First position whose logits are still needed for the prompt's log-probabilities; ``None`` if there is none."""
-        scored = len(self.prompt_logprobs)
+        scored = len(self.prompt_scores)
         return scored if self.params.prompt_logprobs is not None and scored < self.num_prompt - 1 else None
 
     @property
@@ -222,7 +203,7 @@ class Request:
 
         :meth:`write` makes their text. It is called here only if a stop string may end the request.
         """
-        room, rules, has_stop = self.remaining, self.rules, bool(self.params.stop)
+        room, rules, writer = self.remaining, self.rules, self.writer
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in rules:
@@ -231,8 +212,8 @@ class Request:
                 self.finish_reason = "stop"
             elif taken == room:
                 self.finish_reason = "length"
-            self.unwritten.append((token, taken <= num_from_draft))
-            if has_stop:
+            writer.waiting.append((token, taken <= num_from_draft))
+            if writer.stops is not None:
                 self.write()
             if self.finish_reason is not None:
                 break
@@ -247,68 +228,24 @@ class Request:
         )
 
     def write(self) -> None:
-        """Make the text of the tokens that have none yet, with a chunk for each. A token whose text fails stays."""
-        has_stop = bool(self.params.stop)
-        if not (self.is_streamed or has_stop):
-            self._write_together()
-        while self.unwritten:
-            token, from_draft = self.unwritten[0]
-            known = len(self.text)
-            is_last = len(self.unwritten) == 1 and self.finish_reason in ("stop", "length")
-            if token in self.stop_token_ids:
-                self.text += self.detokenizer.flush()
-            else:
-                self.text += self.detokenizer.push(token, last=is_last)
-            if has_stop and (end := self.stops.find(self.text, known, token)) is not None:
-                self.text, self.finish_reason = self.text[:end], "stop"
-            self._emit(token, from_draft=from_draft)
-            del self.unwritten[0]
-
-    def _write_together(self) -> None:
-        """Make the text of all such tokens at once, without chunks and without stop strings."""
-        tokens = [token for token, _ in self.unwritten]
-        is_last = self.finish_reason in ("stop", "length")
-        if tokens and tokens[-1] in self.stop_token_ids:
-            self.text += self.detokenizer.push_all(tokens[:-1]) + self.detokenizer.flush()
-        elif tokens:
-            self.text += self.detokenizer.push_all(tokens, last=is_last)
-        self.unwritten.clear()
-
-    def _emit(self, token: int, *, from_draft: bool) -> None:
-        """Emit text, but hold back an end that may begin a stop string."""
-        ready = self.stops.ready(self.text) if self.finish_reason is None else len(self.text)
-        piece = self.text[self.emitted_text : ready]
-        self.emitted_text = max(self.emitted_text, ready)
-        self.chunks.append(TextChunk(piece, [token], from_draft))
+        """Make the text of the tokens that have none yet. A stop string in it ends the request."""
+        self.finish_reason = self.writer.write(self.finish_reason)
 
     def take_chunks(self) -> list[TextChunk]:
         """Return the chunks since the last call, with the canvas draft if it is streamed."""
         self.write()
-        chunks, self.chunks = self.chunks, []
-        draft = self.take_draft()
+        chunks, draft = self.writer.take(), self.take_draft()
         return chunks if draft is None else [*chunks, TextChunk("", [], from_draft=False, draft=draft)]
 
     def take_draft(self) -> CanvasDraft | None:
-        """Return the part of the canvas that belongs to the answer, if the request streams drafts. ``None`` if no pass has
-        changed it."""
+        """Return the part of the canvas that belongs to the answer, if the request streams drafts and a pass has changed it.
+
+        Call this after :meth:`write`.
+        """
         canvas, own = self.canvas, self.params.diffusion
         if own is None or not own.stream_drafts or canvas is None or self.finish_reason is not None:
             return None
-        now = (canvas.start, canvas.step)
-        if canvas.step == 0 or now == self.shown:
-            return None
-        if canvas.start != self.shown[0]:  # text has replaced the last draft
-            self.drafted = ("", [])
-        self.shown = now
-        self.write()
-        tokens = canvas.draft()[max(0, self.length - canvas.start) :][: self.remaining]
-        ends = [place for place, token in enumerate(tokens) if token in self.stop_token_ids]
-        tokens = tokens[: ends[0]] if ends else tokens
-        text = self.text[self.emitted_text :] + self.detokenizer.peek(tokens, MASKED)
-        if (text, tokens) == self.drafted:  # the answer's part of the canvas did not change
-            return None
-        self.drafted = (text, tokens)
-        return CanvasDraft(canvas.step, text, tokens)
+        return self.writer.draft(canvas, canvas.draft()[max(0, self.length - canvas.start) :][: self.remaining])
 
     def result(self) -> GenerationResult:
         """Return the result. Raises the error that ended the request, if there was one."""
@@ -316,14 +253,18 @@ class Request:
             raise self.error
         assert self.finish_reason is not None
         self.write()
+        params, scores, prompt = self.params, self.scores, self.prompt_scores
         return GenerationResult(
-            text=self.text,
+            text=self.writer.text,
             token_ids=self.token_ids[self.num_prompt :],
             finish_reason=self.finish_reason,
             stats=self.stats,
-            logprobs=self.logprobs if self.params.logprobs else None,
-            top_logprobs=self.top_logprobs if self.params.logprobs and self.params.top_logprobs else None,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
-            prompt_top_logprobs=self.prompt_top_logprobs if self.params.prompt_logprobs else None,
+            logprobs=[score.logprob for score in scores] if params.logprobs else None,
+            top_logprobs=[score.likeliest for score in scores] if params.logprobs and params.top_logprobs else None,
+            prompt_logprobs=None if params.prompt_logprobs is None else [score.logprob for score in prompt],
+            prompt_top_logprobs=[score.likeliest for score in prompt] if params.prompt_logprobs else None,
             error=None if self.failure is None else str(self.failure),
         )
+
+
+Works = Sequence[Work[Request]]

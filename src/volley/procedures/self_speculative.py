@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
-from volley.decode.work import Ask, Kind, Rule, Shape, Work
+from volley.decode.work import Ask, Kind, Proposal, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.target import Target
+from volley.params import DiffusionParams, SamplingParams
 from volley.policies.draft_steps import DraftSteps
-from volley.procedures.denoising import Denoising, Works, canvas_length, diffusion_of
-from volley.procedures.request import Request
+from volley.procedures.denoising import Denoising, canvas_length, diffusion_of
+from volley.procedures.request import Request, Works
 from volley.procedures.speculative import Speculative, coupled_rule
-from volley.types import DiffusionParams, Proposal, SamplingParams
 
 
 @dataclass(slots=True)
@@ -83,18 +83,20 @@ class SelfSpeculative(Denoising):
         if canvas is None:
             return Work(request, Ask(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
         if not canvas.done:
-            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, riding=len(canvas))
+            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, num_fused=len(canvas))
         draft, confidence = canvas.tokens[1 : 1 + size].tolist(), canvas.confidence[1 : 1 + size].tolist()
         beside, request.canvas = self.verifier.num_beside(len(draft)), None
-        if self._may_ride(request, confidence, beside + 1):
+        if self._should_fuse(request, confidence, beside + 1):
             request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
-        riding = 0 if request.canvas is None else len(request.canvas)
-        if request.computed + 1 + beside + riding > request.room:
-            request.canvas, riding = None, 0
-        ask = Ask(Shape.CHAIN, rule, beside + riding)
-        work = SelfCheck(request, ask, Kind.VERIFY, proposal=Proposal(draft), riding=riding, confidence=confidence)
+        num_fused = 0 if request.canvas is None else len(request.canvas)
+        if request.computed + 1 + beside + num_fused > request.room:
+            request.canvas, num_fused = None, 0
+        ask = Ask(Shape.CHAIN, rule, beside + num_fused)
+        work = SelfCheck(
+            request, ask, Kind.VERIFY, proposal=Proposal(draft), num_fused=num_fused, confidence=confidence
+        )
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
-            work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.rode
+            work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.is_fused
         return work
 
     def _begin(self, request: Request, start: int, given: Sequence[int]) -> Canvas | None:
@@ -109,11 +111,11 @@ class SelfSpeculative(Denoising):
         canvas.max_steps = steps
         return canvas
 
-    def _may_ride(self, request: Request, confidence: list[float], verified: int) -> bool:
+    def _should_fuse(self, request: Request, confidence: list[float], verified: int) -> bool:
         if self.steps is None:
             return True
         length, is_greedy = canvas_length(request.params), coupled_rule(request) is Rule.GREEDY
-        return self.steps.rides(confidence, verified, length, self._at_once, is_greedy=is_greedy)
+        return self.steps.should_fuse(confidence, verified, length, self._at_once, is_greedy=is_greedy)
 
     def _next_canvas(self, request: Request, start: int) -> Canvas | None:
         """Make the canvas after a draft that is being verified."""
@@ -121,7 +123,7 @@ class SelfSpeculative(Denoising):
             return None
         canvas = self._begin(request, start, [])
         if canvas is not None:
-            canvas.rode = True
+            canvas.is_fused = True
         return canvas
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
@@ -142,7 +144,7 @@ class SelfSpeculative(Denoising):
         if work.kind is Kind.DENOISE:
             return super().segment(work)
         tokens, segment = self.verifier.segment(work)
-        if not work.riding:
+        if not work.num_fused:
             return tokens, segment
         canvas = work.request.canvas
         assert canvas is not None
@@ -151,21 +153,21 @@ class SelfSpeculative(Denoising):
 
     def num_rows(self, work: Work[Request]) -> int:
         own = 0 if work.kind is Kind.DENOISE else self.verifier.num_rows(work)
-        return own + work.riding
+        return own + work.num_fused
 
     def absorb(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.kind is not Kind.DENOISE]
         self._at_once = sum(work.kind is not Kind.PREFILL for work in works) or 1
         canvases = list[tuple[Request, Tensor]]()
         for work in works:
-            if work.riding:
-                middle = work.rows.stop - work.riding
+            if work.num_fused:
+                middle = work.rows.stop - work.num_fused
                 canvases.append((work.request, logits[middle : work.rows.stop]))
                 work.rows = slice(work.rows.start, middle)
             elif work.kind is Kind.VERIFY:
                 work.request.canvas = None
                 work.request.stats.commit_passes += 1
-        self.verifier.absorb(verified, logits)
+        self.verifier.absorb(verified, logits).read()
         self.denoise(canvases)
         for request, _ in canvases:
             request.stats.denoising_steps += 1

@@ -1,8 +1,9 @@
 """Decode autoregressively, plainly or speculatively. Every request is verified by the rule that is lossless for its draft."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import isnan
 from typing import Any
 
@@ -13,44 +14,38 @@ from torch import Tensor
 from volley.config import DecodingConfig
 from volley.decode.canvas import grouped
 from volley.decode.late import Reading, draft_tokens
-from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints, paths_of
+from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints
 from volley.decode.sampling import (
     NO_TOKEN,
     Numbers,
     PositionNoise,
     Purpose,
-    Scores,
     draw,
     exponentials,
     if_finite,
     likeliest,
-    logprobs_of,
     race,
+    read_scores,
     scores_of,
+    scores_on_device,
     token_probs,
     uniforms_of,
 )
-from volley.decode.tree import depths_of
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
-from volley.decode.work import Ask, Rule, Work
+from volley.decode.work import Ask, Rule, Verdict, Work
 from volley.memory.batch import Segment
 from volley.memory.upload import upload, upload_indices
 from volley.policies.base import View
-from volley.procedures.request import Procedure, Request
-from volley.types import Verdict
+from volley.procedures.request import Procedure, Request, Works
 
 _SLICE = 32  # rows of a prompt's logits that become log-probabilities at once
-
-Works = Sequence[Work[Request]]
 
 
 class Speculative(Procedure):
     reads_late = True
 
-    def __init__(self, config: DecodingConfig, meanwhile: Callable[[Works, Tensor], None] | None = None) -> None:
-        """Decode by ``config``. ``meanwhile`` is called with the works that choose tokens, and with the tokens on the device,
-        before the host reads them."""
-        self.config, self.meanwhile = config, meanwhile
+    def __init__(self, config: DecodingConfig) -> None:
+        self.config = config
 
     def view(self, request: Request, largest: int) -> View | None:
         """Return the policy's view, with the verification rule.
@@ -65,7 +60,7 @@ class Speculative(Procedure):
         if params.temperature > 0:
             rule = Rule.MATCH
             if not self.config.matches(params.seed):
-                bound = request.foreseen - request.length
+                bound = request.noise_used_until - request.length
                 rule, chain_limit = (Rule.MATCH, min(limit, bound)) if bound > 0 else (Rule.SPECULATIVE, limit)
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
 
@@ -98,9 +93,9 @@ class Speculative(Procedure):
         """
         return max(_num_choosing(work), _num_scored(work))
 
-    def absorb(self, works: Works, logits: Tensor) -> None:
-        """Fill in the verdicts. The host waits once for the device, and again for log-probabilities of tokens chosen in this
-        pass.
+    def absorb(self, works: Works, logits: Tensor) -> Reading:
+        """Choose tokens on the device. Reading them fills in the verdicts: the host waits once, and again for log-probabilities
+        of tokens chosen in this pass.
 
         A draft or a canvas in the same pass may make a row non-finite: attention gives hidden tokens a weight of 0, and 0 ·
         NaN is NaN. So the tokens before that row are kept, and the next one is computed again without a draft. If that row is
@@ -124,10 +119,7 @@ class Speculative(Procedure):
         for (judge, *_), members in alike.items():
             for part in [members] if judge is _judge_greedy else _parts(members, logits):
                 judge(part, chosen_by, reading)
-        reading.read(None if self.meanwhile is None else partial(self.meanwhile, choosing))
-        for work in works:
-            _end_at_broken_row(work)
-        _note_logprobs([work for work in choosing if work.request.params.logprobs], logits)
+        return reading.start(partial(_conclude, works, choosing, logits))
 
     def ask_next(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of a causal pass whose last row predicts the token after ``token_ids``."""
@@ -173,18 +165,22 @@ def _score_prompt(work: Work[Request], logits: Tensor, num_scored: int, reading:
     for at in range(0, len(following), _SLICE):
         tokens = following[at : at + _SLICE]
         rows = logits[work.rows.start + at :][: len(tokens)]
-        scores = scores_of(rows, tokens, request.params.prompt_logprobs or 0)
+        scores = scores_on_device(rows, tokens, request.params.prompt_logprobs or 0)
         reading.add_doubles(scores, partial(_take_scores, work, len(tokens)))
     work.rows = slice(work.rows.stop - _num_choosing(work), work.rows.stop)
 
 
 def _take_scores(work: Work[Request], num_tokens: int, values: list[float]) -> None:
-    request, found = work.request, Scores.read(values, num_tokens)
-    work.is_broken |= any(map(isnan, found.logprobs))
-    request.prompt_logprobs += found.logprobs
-    request.prompt_ranks += found.ranks
-    if request.params.prompt_logprobs:
-        request.prompt_top_logprobs += found.likeliest
+    found = read_scores(values, num_tokens)
+    work.is_broken |= any(isnan(score.logprob) for score in found)
+    work.request.prompt_scores += found
+
+
+def _conclude(works: Works, choosing: Works, logits: Tensor) -> None:
+    """Complete the verdicts of ``works``, whose tokens have been read."""
+    for work in works:
+        _end_at_broken_row(work)
+    _note_scores([work for work in choosing if work.request.params.logprobs], logits)
 
 
 def _end_at_broken_row(work: Work[Request]) -> None:
@@ -192,7 +188,7 @@ def _end_at_broken_row(work: Work[Request]) -> None:
     request, verdict = work.request, work.verdict
     if verdict.token_ids[-1:] == [NO_TOKEN]:
         work.is_cut = True
-        if work.proposal.token_ids or work.riding:
+        if work.proposal.token_ids or work.num_fused:
             path = verdict.path[:-1] if verdict.path else None
             work.verdict = Verdict(verdict.accepted - 1, verdict.token_ids[:-1], path)
             request.plain_at = request.length + len(work.verdict.token_ids)
@@ -208,7 +204,7 @@ def _rows(works: Works, logits: Tensor) -> list[Tensor]:
     for work in works:
         free = [rule for rule in work.request.rules if not isinstance(rule, Constraint)]
         rows = logits[work.rows]
-        found.append(apply_rules(free, rows, paths_of(work.proposal)) if free else rows)
+        found.append(apply_rules(free, rows, work.proposal.paths) if free else rows)
     return found
 
 
@@ -223,7 +219,7 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
     for work, own in zip(works, rows, strict=True):
         bound = constraints(work.request.rules)
         if bound and own.device.type != "cpu":  # there one pass over all tokens costs less than a second read
-            chosen = _best(apply_rules(bound, own, paths_of(work.proposal)), logits[work.rows])
+            chosen = _best(apply_rules(bound, own, work.proposal.paths), logits[work.rows])
             reading.add(chosen, partial(_keep_choices, work))
         elif work.request.rules:
             reading.add(_best(own, logits[work.rows]), partial(_keep_allowed, work, own))
@@ -240,7 +236,7 @@ def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None
     if not bound:
         _keep_choices(work, choices)
         return
-    paths = paths_of(proposal)
+    paths = proposal.paths
 
     def choose(node: int, _: int) -> int:
         best = choices[node]
@@ -319,7 +315,7 @@ def _probs(works: Works, logits: Tensor) -> Tensor:
     if not any(each):
         return token_probs(rows[0] if len(rows) == 1 else torch.cat(rows), params)
     parts = [
-        allowed_probs(bound, own, paths_of(work.proposal), params)
+        allowed_probs(bound, own, work.proposal.paths, params)
         for work, bound, own in zip(works, each, rows, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -327,7 +323,7 @@ def _probs(works: Works, logits: Tensor) -> Tensor:
 
 def _places(works: Works) -> list[tuple[PositionNoise, int]]:
     """Return for each row the noise that chooses its token, and the position."""
-    return [(work.request.noise, work.request.length + depth) for work in works for depth in depths_of(work.proposal)]
+    return [(work.request.noise, work.request.length + len(path)) for work in works for path in work.proposal.paths]
 
 
 def _uniforms(works: Works) -> Numbers:
@@ -338,7 +334,7 @@ def _uniforms(works: Works) -> Numbers:
 
 def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
     """Verify a tree by coupled sampling, and draw only after the nodes that are reached."""
-    request, paths = work.request, paths_of(work.proposal)
+    request, paths = work.request, work.proposal.paths
     bound = constraints(request.rules)
 
     def choose(node: int, depth: int) -> int:
@@ -350,7 +346,7 @@ def _walk(work: Work[Request], rows: Tensor, _: list[int]) -> None:
     work.verdict = verify_tree(choose, work.proposal.token_ids, work.proposal.parents)
 
 
-def _note_logprobs(works: Works, logits: Tensor) -> None:
+def _note_scores(works: Works, logits: Tensor) -> None:
     """Record log-probabilities of the chosen tokens, under the target's unmodified distribution."""
     works = [work for work in works if work.verdict.token_ids]
     if not works:
@@ -360,9 +356,7 @@ def _note_logprobs(works: Works, logits: Tensor) -> None:
     rows = [work.rows.start + node for work, own in zip(works, nodes, strict=True) for node in own]
     tokens = [token for work in works for token in work.verdict.token_ids]
     kept = logits.index_select(0, upload_indices(rows, logits.device))
-    chosen, likely = logprobs_of(kept, tokens, max(work.request.params.top_logprobs for work in works))
-    start = 0
+    scores = iter(scores_of(kept, tokens, max(work.request.params.top_logprobs for work in works)))
     for work in works:
-        part = slice(start, start := start + len(work.verdict.token_ids))
-        count = work.request.params.top_logprobs
-        work.logprobs, work.top_logprobs = chosen[part], [pairs[:count] for pairs in likely[part]]
+        own, count = islice(scores, len(work.verdict.token_ids)), work.request.params.top_logprobs
+        work.scores = [score._replace(likeliest=score.likeliest[:count]) for score in own]

@@ -19,14 +19,14 @@ from volley.decode.late import read_drafts
 from volley.decode.propose import WALKS, Transitions
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences
-from volley.decode.work import Drafted, Work, group_by
+from volley.decode.work import Drafted, Work, Works, group_by
 from volley.errors import MismatchError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable, PagePool
 from volley.memory.kv_store import make_store
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.target import Target
-from volley.proposers.base import Proposer, Works
+from volley.proposers.base import Proposer
 
 _PAGE = 16
 

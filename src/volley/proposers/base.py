@@ -2,16 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.work import Work
+from volley.decode.work import Works
 from volley.memory.batch import Segment
 from volley.memory.graphs import StaticPasses
-
-Works = Sequence[Work[Any]]
+from volley.memory.kv_store import KVStore
 
 
 class Proposer(ABC):
@@ -50,8 +48,11 @@ class Proposer(ABC):
     def see(self, token_ids: Sequence[int]) -> None:
         """Take the tokens of a prompt that it will draft for."""
 
+    def use_store(self, store: KVStore) -> None:
+        """Take the store of the target's K/V: those of a request lie on the pages of its ``draft_table``."""
+
     def configure(self, config: DecodingConfig) -> None:
-        """Use other settings from now on."""
+        """Use these settings from now on. An engine gives its own before the first draft."""
 
     def seconds(self, tokens: int, requests: int) -> float:
         """Measure the seconds to draft ``tokens``, anchors included, for ``requests``, on made-up text."""

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from volley.config import DraftingConfig
 from volley.decode.sampling import best_tokens
-from volley.decode.work import Drafted, Work
+from volley.decode.work import Drafted, Work, Works
 from volley.errors import ConfigError
 from volley.memory.batch import RaggedBatch, Segment
 from volley.models.drafters.eagle_model import EagleModel
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.autoregressive import ChainProposer
-from volley.proposers.base import Works
 
 
 @dataclass
@@ -29,7 +28,7 @@ class _Chain:
 class EagleProposer(ChainProposer):
     def __init__(self, model: EagleModel, config: DraftingConfig) -> None:
         self.model, self.vocab_size, self.device = model, model.drafter.config.vocab_size, model.device
-        self.block_size = config.largest_block(model.drafter.config.block_size)
+        self.block_size = model.block_size
         self.configure(config)
         self._chains: dict[int, _Chain] = {}
         self._seconds: dict[int, tuple[float, float]] = {}

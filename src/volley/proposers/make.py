@@ -4,6 +4,7 @@ from typing import cast
 
 from volley.config import DecodingConfig, DraftingConfig, check_undrafted, read_by_drafters
 from volley.errors import ConfigError
+from volley.memory.attention import Attention
 from volley.memory.kernels import attention_named
 from volley.memory.kv_store import KVStore
 from volley.models.drafters.draft_model import DraftModel
@@ -17,29 +18,41 @@ from volley.proposers.eagle import EagleProposer
 
 
 def make_draft_model(
-    drafter: Drafter, store: KVStore, target: Target, window: int | None, config: DecodingConfig | None = None
+    drafter: Drafter, store: KVStore, target: Target, window: int | None, block_size: int, config: DecodingConfig
 ) -> DraftModel:
-    """Bind ``drafter`` to ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all.
+    """Bind ``drafter`` to ``target``, with its K/V in ``store``; it sees ``window`` tokens of context, or all, and drafts blocks
+    of up to ``block_size``.
 
     ``config`` says with which attention it runs, and whether it is compiled.
     """
-    config, attention = config or DecodingConfig(), target.attention
+    attention = target.attention
     if config.draft_attention != "target":
         attention = attention_named(config.draft_attention, target.device)
     borrowed = (attention, target.embed, target.head)
     if isinstance(drafter, EagleDrafter):
         if config.compile:
             raise ConfigError("an EAGLE-3 drafter is not compiled; leave compile out")
-        return EagleModel(drafter, store, *borrowed, window, target.num_layers)
-    if target.world > 1:
-        from volley.models.drafters.divided import DividedModel, DrafterPart
-        from volley.models.targets.sharded import ShardedTarget
+        model: DraftModel = EagleModel(drafter, store, *borrowed, window, target.num_layers)
+    elif target.world > 1 and (divided := _divided(drafter, store, attention, target, window, config)) is not None:
+        model = divided
+    else:
+        model = DraftModel(drafter, store, *borrowed, window, compiled=config.compile)
+    model.block_size = block_size
+    return model
 
-        if isinstance(drafter, DrafterPart):
-            if config.compile:
-                raise ConfigError("a drafter that is divided over processes is not compiled; leave compile out")
-            return DividedModel(drafter, store, attention, cast(ShardedTarget, target), config.draft_kv_dtype, window)
-    return DraftModel(drafter, store, *borrowed, window, compiled=config.compile)
+
+def _divided(
+    drafter: Drafter, store: KVStore, attention: Attention, target: Target, window: int | None, config: DecodingConfig
+) -> DraftModel | None:
+    """Bind a drafter that is divided over processes; return ``None`` if it is not."""
+    from volley.models.drafters.divided import DividedModel, DrafterPart
+    from volley.models.targets.sharded import ShardedTarget
+
+    if not isinstance(drafter, DrafterPart):
+        return None
+    if config.compile:
+        raise ConfigError("a drafter that is divided over processes is not compiled; leave compile out")
+    return DividedModel(drafter, store, attention, cast(ShardedTarget, target), config.draft_kv_dtype, window)
 
 
 def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> Proposer:
@@ -53,12 +66,11 @@ def make_proposer(model: DraftModel, config: DraftingConfig, page_size: int) -> 
     return proposer
 
 
-def check_settings(config: DecodingConfig, proposer: Proposer | None, *, can_grow_trees: bool) -> None:
-    """Refuse draft settings that nothing uses: all of them without a ``proposer``, and those of trees if it cannot draft
-    trees."""
+def check_settings(config: DecodingConfig, proposer: Proposer | None) -> None:
+    """Refuse draft settings that nothing uses: all of them without a ``proposer``, and those of trees if it grows none."""
     if proposer is None:
         check_undrafted(read_by_drafters(config))
-    elif config.tree_nodes is not None and not can_grow_trees:
+    elif config.tree_nodes is not None and not proposer.can_grow_trees:
         raise ConfigError(
             f"tree_nodes is {config.tree_nodes}, and this drafter grows no tree: its head has a state; use None"
         )

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from volley.decode.work import Work
-from volley.proposers.base import Proposer, Works
-from volley.types import Proposal
+from volley.decode.work import Proposal, Work, Works
+from volley.proposers.base import Proposer
 
 
 class ScriptedProposer(Proposer):

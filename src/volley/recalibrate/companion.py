@@ -343,7 +343,7 @@ class Recalibrator:
             return False
         self.learnt = self.learnt.swapped(chosen, int(event["round"]))
         await self._save()
-        self._service.metrics.holds(memory_of(self._engine))
+        self._service.metrics.holds(memory_of(self._engine.core))
         return True
 
 

@@ -14,8 +14,8 @@ class Figures:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"volley:recalibration_{name}", text, registry=registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"volley:recalibration_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"volley:recalibration_{name}", text, registry=registry)
 
         self.rows = gauge("rows", "Answers that are kept.")
         self.tokens = gauge("tokens", "Tokens that are kept.")
@@ -24,8 +24,8 @@ class Figures:
             "drift", "Share of its tau that the drafter has lost since it was chosen, on recent answers."
         )
         self.gain = gauge("gain", "Tau of the drafter over that of the given one, minus 1, on the same recent answers.")
-        self.candidates = counter("candidates", "Drafters that were judged.", "kind")
-        self.swaps = counter("swaps", "Drafters that took over.", "kind")
+        self.candidates = counter("candidates", "Drafters that were judged.")
+        self.swaps = counter("swaps", "Drafters that took over.")
         self.failed = counter("failures", "Trainings and swaps that failed.")
         self.dropped = counter("dropped", "Answers that could not be kept.")
         self.training.set(1)
@@ -36,11 +36,10 @@ class Figures:
 
     def judged(self, event: dict[str, Any], tau_then: float | None, *, is_swapped: bool) -> None:
         """Record a verdict. ``tau_then`` is the τ of the serving drafter when it was chosen."""
-        kind = event["kind"]
-        self.candidates.labels(kind).inc()
+        self.candidates.inc()
         now = event["tau"] if is_swapped else event["tau_before"]
         if is_swapped:
-            self.swaps.labels(kind).inc()
+            self.swaps.inc()
         self.drift.set(0.0 if not tau_then else 1 - now / tau_then)
         if event.get("tau_base"):
             self.gain.set(now / event["tau_base"] - 1)

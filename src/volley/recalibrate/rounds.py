@@ -1,8 +1,7 @@
 """Rounds of training and judging, in the folder ``rounds/NUMBER``; a restarted process resumes its round.
 
-A round copies the answers it learns from, trains a candidate, judges all drafters on the same answers and
-writes ``verdict.json``. Between rounds the former drafters are judged again on answers served since; if one of them is better, it
-replaces the drafter that serves.
+A round copies the answers it learns from, trains a candidate, judges it and the former drafters on the same answers, and
+writes ``verdict.json``. The best of them replaces the drafter that serves.
 """
 
 import json
@@ -81,7 +80,6 @@ class Recalibration:
         self.folder, self.target, self.path, self.config, self._tell = folder.resolve(), target, path, config, tell
         self.rounds = self.folder / "rounds"
         self.ranks = Ranks(str(target.device))
-        self._judged_until = {"former": -1, "pending": -1}
         self._told, self._told_at = 0, 0.0
 
     @property
@@ -100,8 +98,6 @@ class Recalibration:
             if self._told < number or time.monotonic() > self._told_at + RETELL_SECONDS:
                 self._tell_verdict(number)  # the server was down when it came, or could not record it
             return False
-        if self._look_back():
-            return True
         if not self._is_due(number):
             return False
         following = max(number, self.learnt.seen_round) + 1
@@ -154,15 +150,6 @@ class Recalibration:
         write_atomically(folder / "plan.json", json.dumps(asdict(plan)) + "\n")
         self._clean(learnt.in_use, folder)
         return True
-
-    def _pending(self, learnt: Learnt) -> list[Standing]:
-        """Return the last round's best candidate if it was better than the serving drafter, but not significantly."""
-        last = self._last_number()
-        verdict = read_json(self._verdict(last)) if last and self._verdict(last).exists() else {}
-        if verdict.get("base") != learnt.base or verdict.get("swap") or verdict.get("gain", -1.0) <= 0:
-            return []
-        pending = Standing(verdict["folder"], verdict["kind"], verdict["trained_until"])
-        return [pending] if pending.folder != learnt.current.folder and (self.folder / pending.folder).is_dir() else []
 
     def _clean(self, kept: set[str], begun: Path) -> None:
         """Remove drafters that neither serve nor served, with their training data, except those of the round ``begun``."""
@@ -245,11 +232,33 @@ class Recalibration:
         """Compare the best of the candidate and former drafters with the one that serves."""
         self._check_base(plan)
         learnt = self.learnt
-        others = [made, *self._former(learnt)]
-        best, event = self._compare(learnt, others)
-        if best is None:
-            event = {**event, "folder": learnt.current.folder, "gain": 0.0}
-        return {**event, "event": "judged", "round": plan.number}
+        standings = [learnt.current, *{one.folder: one for one in [made, *self._former(learnt)]}.values()]
+        until, found = [one.trained_until for one in standings], entries(self.folder)
+        chosen = choose_recent(found, until)
+        newest = {entry.number for entry in choose_recent(found, until, NEWEST_ROWS)}
+        drafters = [self._load(one) for one in standings]
+        rows: list[ServedRow] = list(read(self.folder, chosen))
+        replayed = replay(drafters, self.target, rows)
+        about = {"event": "judged", "round": plan.number}
+        if not replayed:
+            return {**about, "swap": False, "reason": "there is no answer to judge on"}
+        now = standings[0]
+        rules = [judge_former if one.trained_until < now.trained_until else judge_shift for one in standings[1:]]
+        judged = [rule(replayed, newest, place, 0) for place, rule in enumerate(rules, 1)]
+        place = max(range(len(judged)), key=lambda place: (judged[place].is_better, judged[place].gain))
+        best, verdict = standings[1 + place], judged[place]
+        base = next((i for i, one in enumerate(standings) if one.folder == BASE), None)
+        return {
+            **about,
+            **verdict.to_json(),
+            **asdict(best),
+            "base": learnt.base,
+            "before": learnt.current.folder,
+            "tau": verdict.tau,
+            "swap": verdict.is_better,
+            "tau_base": None if base is None else verdict.tau_before * _over(replayed, base),
+            "gains": {one.folder: round(own.gain, 4) for one, own in zip(standings[1:], judged, strict=True)},
+        }
 
     def _check_base(self, plan: RoundPlan) -> None:
         """Refuse a round that began with another drafter: with another shape, a candidate may have a higher τ and be slower."""
@@ -266,54 +275,6 @@ class Recalibration:
     def _former(self, learnt: Learnt) -> list[Standing]:
         former = [] if learnt.previous is None else [learnt.previous]
         return [one for one in [*former, Standing()] if one.folder != learnt.current.folder][: 1 + len(former)]
-
-    def _look_back(self) -> bool:
-        """Judge the former drafters, and a candidate that was not significantly better, on answers served since."""
-        learnt = self.learnt
-        others = {"former": self._former(learnt), "pending": self._pending(learnt)}
-        return any(self._judge_again(learnt, name, found) for name, found in others.items())
-
-    def _judge_again(self, learnt: Learnt, name: str, others: Sequence[Standing]) -> bool:
-        """Report which of ``others`` is better; return False if too few unseen answers were served."""
-        found = entries(self.folder)
-        until = max([self._judged_until[name], learnt.current.trained_until, *(one.trained_until for one in others)])
-        since = [entry for entry in found if entry.number > until]
-        if not others or len(since) < 2 * LEAST_ROWS:
-            return False
-        self._judged_until[name] = found[-1].number
-        best, event = self._compare(learnt, others)
-        if best is not None:
-            self._tell({**event, "event": "judged", "round": 0})
-        return best is not None
-
-    def _compare(self, learnt: Learnt, others: Sequence[Standing]) -> tuple[Standing | None, Event]:
-        """Return the best of ``others``, and the event that compares it with the serving drafter."""
-        standings = [learnt.current, *{one.folder: one for one in others}.values()]
-        until, found = [one.trained_until for one in standings], entries(self.folder)
-        chosen = choose_recent(found, until)
-        newest = {entry.number for entry in choose_recent(found, until, NEWEST_ROWS)}
-        drafters = [self._load(one) for one in standings]
-        rows: list[ServedRow] = list(read(self.folder, chosen))
-        replayed = replay(drafters, self.target, rows)
-        if not replayed or len(standings) < 2:
-            return None, {"swap": False, "reason": "there is no answer to judge on"}
-        now = standings[0]
-        rules = [judge_former if one.trained_until < now.trained_until else judge_shift for one in standings[1:]]
-        judged = [rule(replayed, newest, place, 0) for place, rule in enumerate(rules, 1)]
-        place = max(range(len(judged)), key=lambda place: (judged[place].is_better, judged[place].gain))
-        best, verdict = standings[1 + place], judged[place]
-        base = next((i for i, one in enumerate(standings) if one.folder == BASE), None)
-        event = {
-            **verdict.to_json(),
-            **asdict(best),
-            "base": learnt.base,
-            "before": learnt.current.folder,
-            "tau": verdict.tau,
-            "swap": verdict.is_better,
-            "tau_base": None if base is None else verdict.tau_before * _over(replayed, base),
-            "gains": {one.folder: round(own.gain, 4) for one, own in zip(standings[1:], judged, strict=True)},
-        }
-        return best, event
 
     def _load(self, standing: Standing) -> Drafter:
         return Drafter.from_pretrained(self.folder / standing.folder, self.target.dtype).to(self.target.device)

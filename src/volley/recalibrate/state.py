@@ -57,7 +57,7 @@ class Learnt:
         write_atomically(folder / "state.json", json.dumps(asdict(self), indent=1) + "\n")
 
     def swapped(self, chosen: Standing, number: int) -> Self:
-        """Return the state with ``chosen`` serving, by the verdict of round ``number``, or of none (0)."""
+        """Return the state with ``chosen`` serving, by the verdict of round ``number``."""
         goes_back = chosen.folder == BASE or (self.previous is not None and chosen.folder == self.previous.folder)
         return replace(
             self,

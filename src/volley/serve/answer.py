@@ -90,7 +90,7 @@ class AnswerResponse(Response):
                 self.usage.add(event.stats, is_first=event.choice in self._first_choices)
                 self.choices[event.choice].finish_reason = event.finish_reason
             elif isinstance(event, Scored):
-                self.choices[event.choice].scored = event
+                self.choices[event.choice].prompt_scores = event.scores
             elif isinstance(event, Piece):
                 self.usage.add_piece(event)
             yield event

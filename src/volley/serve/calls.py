@@ -2,15 +2,17 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from volley.decode.schemas import enforceable
 from volley.errors import ConfigError
-from volley.grammar import Grammar
+from volley.grammar import WHITESPACE, Grammar
 from volley.serve.formats import AnswerFormat, CallText
 from volley.serve.markers import TERMINALS, Markers
 from volley.serve.messages import NamedTool, Tool, Tools
-from volley.serve.notations import any_arguments_in_lark, arguments_in_lark, in_json
+
+_SAYS_WHAT = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
 
 def grammar_of_answer(
@@ -24,9 +26,9 @@ def grammar_of_answer(
 ) -> Grammar | None:
     """Return the grammar of an answer, or ``None`` if anything is allowed.
 
-    Forced calls allow only calls. Otherwise the answer may be a call or match ``own``. Strict tools constrain the text from the
-    beginning of each call. ``is_thinking``: the prompt has opened reasoning, so the grammar applies after it. ``is_answering``:
-    the prompt has opened the answer. Raises :class:`ConfigError`.
+    Forced calls allow only calls, whose arguments are JSON. Otherwise the answer may be a call or match ``own``. Strict
+    tools constrain the text from the beginning of each call, if its arguments are JSON. ``is_thinking``: the prompt has opened
+    reasoning, so the grammar applies after it. ``is_answering``: the prompt has opened the answer. Raises :class:`ConfigError`.
     """
     offered, markers = tools.offered, Markers(tokenizer)
     call = form.call if form is not None and offered else None
@@ -47,18 +49,18 @@ def grammar_of_answer(
         rules = [f"{start} (calls | answer)", *calls, *_answer(own, opens, markers)]
     elif own is not None and (is_thinking or opens):
         rules = [f"{start} answer", *_answer(own, opens, markers)]
-    elif call is not None and any(tool.function.strict for tool in offered):
+    elif call is not None and call.is_json and any(tool.function.strict for tool in offered):
         return _strict_anywhere(call, offered, markers)
     else:
         return own
     if thinking:
         end = thinking[1] + (opens[1] if opens else "")
-        rules += [*markers.up_to("reasoning", end), *TERMINALS, "SPACE: /\\s+/"]
+        rules += [*markers.up_to("reasoning", end), "SPACE: /\\s+/"]
     elif opens and marks:
         begin, end = marks
         thought = f"thought: {markers.literal(begin)} thinking"
-        rules += [thought, *markers.up_to("thinking", end + opens[1]), *TERMINALS]
-    return Grammar.lark("\n".join(rules) + "\n")
+        rules += [thought, *markers.up_to("thinking", end + opens[1])]
+    return Grammar.lark("\n".join([*rules, *TERMINALS]) + "\n")
 
 
 def _answer(own: Grammar, opens: tuple[str, str] | None, markers: Markers) -> list[str]:
@@ -78,7 +80,8 @@ def _call(call: CallText, begin: str, tools: Sequence[Tool], markers: Markers, *
     rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
     for index, tool in enumerate(tools):
         before = markers.literal(begin + tool.function.name + call.middle)
-        rules.append(f"call_{index}: {before} arguments_{index} {markers.literal(call.end)}")
+        behind = f" {markers.literal(call.end)}" if call.is_json else ""  # other arguments are any text up to it
+        rules.append(f"call_{index}: {before} arguments_{index}{behind}")
     return rules + _arguments(call, tools, markers, binds_all=binds_all)
 
 
@@ -124,23 +127,24 @@ def _arguments(call: CallText, tools: Sequence[Tool], markers: Markers, *, binds
     rules = []
     for index, tool in enumerate(tools):
         name = f"arguments_{index}"
-        try:
-            rules += arguments_in_lark(name, tool.schema_of_arguments, call, markers.literal)
+        if not call.is_json:
+            rules += markers.up_to(name, call.end, passing=markers.others(markers.first_of(call.end) or ""))
+            continue
+        schema = tool.schema_of_arguments
+        try:  # arguments are an object, whether or not the schema says so
+            rules.append(f"{name}: {in_json(schema if schema.keys() & _SAYS_WHAT else {'type': 'object', **schema})}")
         except ConfigError:
             if binds_all or tool.function.strict:
                 raise
-            rules += any_arguments_in_lark(name, call, markers.literal)
+            rules.append(f"{name}: {in_json({'type': 'object'})}")
     return rules
 
 
-def can_bind(call: CallText, tools: Sequence[Tool]) -> bool:
-    """Return whether the notation of a call can express the arguments of all tools."""
-    try:
-        for tool in tools:
-            arguments_in_lark("arguments", tool.schema_of_arguments, call, json.dumps)
-    except ConfigError:
-        return False
-    return True
+def in_json(schema: Mapping[str, Any], whitespace: str = WHITESPACE) -> str:
+    """Return a Lark expression for JSON under a schema. It allows the spaces that templates write: models answer worse without
+    them."""
+    spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+    return "%json " + json.dumps({**enforceable(dict(schema)), "x-guidance": spaces})
 
 
 def _in_lark(grammar: Grammar) -> str:

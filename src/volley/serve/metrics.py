@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from volley.decode.work import Proposal, Verdict
 from volley.engine.engine import Engine
 from volley.engine.holdings import graph_bytes
 from volley.procedures.request import Request
-from volley.types import Proposal, Verdict
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counters would export a creation time each
 
@@ -140,13 +140,13 @@ class Metrics:
         self.waiting.set(now.waiting)
         self.pages_used.set(now.pages_used)
         self.usage.set(now.pages_used / now.num_pages)
-        if size := graph_bytes(engine):  # a graph may have been captured
+        if size := graph_bytes(engine.core):  # a graph may have been captured
             self.memory.labels("graphs").set(size)
-        if engine.recurrent is not None:
-            self.states.set(engine.recurrent.store.num_slots)
-            self.states_used.set(engine.recurrent.num_held)
-            self.states_cached.set(len(engine.recurrent.snapshots))
-            self.state_bytes.set(engine.recurrent.store.nbytes)
+        if engine.core.recurrent is not None:
+            self.states.set(engine.core.recurrent.store.num_slots)
+            self.states_used.set(engine.core.recurrent.num_held)
+            self.states_cached.set(len(engine.core.recurrent.snapshots))
+            self.state_bytes.set(engine.core.recurrent.store.nbytes)
 
     def finished(self, request: Request, reason: str) -> None:
         stats = request.stats

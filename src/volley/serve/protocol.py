@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, StrictBool, model_validator
 
 from volley.errors import ConfigError
+from volley.params import DiffusionMode, DiffusionParams, SamplingParams, Strategy
 from volley.serve.fields import OPENAI_WITHOUT_EFFECT, Body, Strict, Text, refusal, without_nulls
 from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Tools
-from volley.types import DiffusionMode, DiffusionParams, SamplingParams, Strategy
 
 StopString = Annotated[Text, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -110,7 +110,6 @@ class Diffusion(Strict):
     threshold: float | None = Field(None, ge=0, le=1)
     sub_block: int | None = Field(None, ge=1)
     entropy_bound: float | None = Field(None, ge=0)
-    edit_threshold: float | None = Field(None, ge=0, le=1)
     t_min: float | None = Field(None, ge=0)
     t_max: float | None = Field(None, ge=1e-3)
     stability_threshold: int | None = Field(None, ge=0, le=64)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
+from volley.decode.sampling import Score
+from volley.results import GenerationStats
 from volley.serve.call_reader import Part
 from volley.serve.errors import ApiError
 from volley.serve.parsing import AnswerParser
-from volley.serve.worker import End, Piece, Scored, Sketched
-from volley.types import GenerationStats
+from volley.serve.worker import End, Piece, Sketched
 
 Object = dict[str, Any]
 
@@ -25,17 +26,15 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     """Text of each token."""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
     finish_reason: str | None = None
-    scored: Scored | None = None
+    prompt_scores: list[Score] | None = None
 
     def add(self, piece: Piece) -> None:
         self.texts += [chunk.text for chunk in piece.chunks]
         self.text += "".join(chunk.text for chunk in piece.chunks)
         self.token_ids += [token for chunk in piece.chunks for token in chunk.token_ids]
-        self.logprobs += piece.logprobs
-        self.top_logprobs += piece.top_logprobs
+        self.scores += piece.scores
 
 
 @dataclass
@@ -158,11 +157,9 @@ class Dialect:
     def _prompt_logprobs(self, prompt: Sequence[int], choice: Choice, num_likeliest: int) -> list[Object | None]:
         """Return the prompt's log-probabilities in vLLM's form: each token and the likeliest ones with ranks; ``None`` for the
         first token."""
-        scored = choice.scored
-        assert scored is not None, "a whole answer comes after its prompt"
+        assert choice.prompt_scores is not None, "a whole answer comes after its prompt"
         told: list[Object | None] = [None]
-        tops = scored.top_logprobs or [[] for _ in scored.ranks]
-        for token, logprob, rank, top in zip(prompt[1:], scored.logprobs, scored.ranks, tops, strict=True):
+        for token, (logprob, rank, top) in zip(prompt[1:], choice.prompt_scores, strict=True):
             own = {token: self._ranked(token, logprob, rank)}
             for place, (likely, value) in enumerate(top[:num_likeliest], start=1):
                 own.setdefault(likely, self._ranked(likely, value, place))
@@ -189,12 +186,8 @@ class Dialect:
         chunks."""
         start = 0
         for drafted, group in groupby(piece.chunks, key=lambda chunk: self.mark_draft and chunk.from_draft):
-            run = Piece(piece.choice, list(group), [], [])
-            end = start + len(run.chunks)
-            run.logprobs.extend(piece.logprobs[start:end])
-            run.top_logprobs.extend(piece.top_logprobs[start:end])
-            start = end
-            part = Choice()
+            chunks, part = list(group), Choice()
+            run = Piece(piece.choice, chunks, piece.scores[start : (start := start + len(chunks))])
             part.add(run)
             marked = {"from_draft": drafted} if self.mark_draft else {}
             yield from (delta | marked for delta in self._deltas(piece.choice, part, sent))
@@ -319,10 +312,9 @@ class ChatDialect(Dialect):
     def _logprobs(self, part: Choice) -> Object | None:
         if not self.logprobs:
             return None
-        tops = part.top_logprobs or [[] for _ in part.token_ids]
         content = [
             {**self._token(token, logprob), "top_logprobs": [self._token(*pair) for pair in top]}
-            for token, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
+            for token, (logprob, _, top) in zip(part.token_ids, part.scores, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -411,8 +403,7 @@ class CompletionDialect(Dialect):
         if self.echoes:
             whole = self._prompt(index, choice)
         whole.text += choice.text
-        for name in ("token_ids", "logprobs", "top_logprobs"):
-            setattr(whole, name, getattr(whole, name) + getattr(choice, name))
+        whole.token_ids, whole.scores = whole.token_ids + choice.token_ids, whole.scores + choice.scores
         logprobs = self._logprobs(whole, self._start(index))
         own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return own | self._ids(choice) | self._of_prompt(index, choice)
@@ -424,14 +415,11 @@ class CompletionDialect(Dialect):
     def _prompt(self, index: int, choice: Choice) -> Choice:
         """Return the prompt as if it were text of the answer. Its first token has no log-probability, because nothing precedes
         it."""
-        echo, scored = self.echoes[index], choice.scored
+        echo, scores = self.echoes[index], choice.prompt_scores
         prompt = Choice(text=echo.text, token_ids=list(echo.token_ids))
-        if scored is not None:
-            prompt.logprobs = [math.nan, *scored.logprobs]
-            prompt.top_logprobs = [
-                [],
-                *(top[: self.num_echoed] for top in scored.top_logprobs or [[]] * len(scored.ranks)),
-            ]
+        if scores is not None:
+            own = (score._replace(likeliest=score.likeliest[: self.num_echoed]) for score in scores)
+            prompt.scores = [Score(math.nan, 0, []), *own]
         return prompt
 
     def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
@@ -444,14 +432,13 @@ class CompletionDialect(Dialect):
         if not self.logprobs:
             return None
         tokens = [self.spell(token) for token in part.token_ids]
-        chosen = [None if math.isnan(logprob) else _finite(logprob) for logprob in part.logprobs]
-        tops = part.top_logprobs or [[] for _ in tokens]
+        chosen = [None if math.isnan(own.logprob) else _finite(own.logprob) for own in part.scores]
         return {
             "tokens": tokens,
             "token_logprobs": chosen,
             "top_logprobs": [
-                None if logprob is None else self._spelt({token: logprob}, top)
-                for top, token, logprob in zip(tops, tokens, chosen, strict=True)
+                None if logprob is None else self._spelt({token: logprob}, own.likeliest)
+                for own, token, logprob in zip(part.scores, tokens, chosen, strict=True)
             ],
             "text_offset": [max(0, at) for at in accumulate(map(len, tokens[:-1]), initial=start)] if tokens else [],
         }

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from volley.params import SamplingParams
 from volley.serve.call_reader import Part
 from volley.serve.errors import ApiError
 from volley.serve.events import EventDialect
@@ -12,7 +13,6 @@ from volley.serve.parsing import AnswerParser
 from volley.serve.replies import Choice, Object, Usage
 from volley.serve.responses import ResponsesRequest
 from volley.serve.worker import Sketched
-from volley.types import SamplingParams
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 

@@ -18,9 +18,10 @@ from volley.errors import ConfigError, VolleyError, did_you_mean
 from volley.models.drafters.draft_model import load_drafter
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.sampling_defaults import sampling_defaults
+from volley.params import SamplingParams
 from volley.serve.anthropic import CALLED_HERE, CountRequest, MessagesRequest
 from volley.serve.anthropic_events import MessagesDialect
-from volley.serve.calls import can_bind, grammar_of_answer
+from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
 from volley.serve.formats import AnswerFormat, plain_calls
@@ -36,17 +37,16 @@ from volley.serve.responses import ResponsesRequest, here
 from volley.serve.spelling import Spelling
 from volley.serve.template import ChatTemplate, ChatTemplates
 from volley.serve.worker import Job, Worker
-from volley.types import SamplingParams
 
 log = logging.getLogger("volley.serve")
 
 
 def memory(engine: Engine) -> dict[str, float]:
     """Return the MiB of weights, pools and graphs, and of the recurrent states of a hybrid target."""
-    sizes = {f"{part}_mib": size for part, size in memory_of(engine).items()}
-    if engine.recurrent is not None:
-        sizes["recurrent_states_mib"] = engine.recurrent.store.nbytes
-        sizes["recurrent_state_mib"] = engine.recurrent.store.bytes_per_state
+    sizes = {f"{part}_mib": size for part, size in memory_of(engine.core).items()}
+    if engine.core.recurrent is not None:
+        sizes["recurrent_states_mib"] = engine.core.recurrent.store.nbytes
+        sizes["recurrent_state_mib"] = engine.core.recurrent.store.bytes_per_state
     return {name: round(size / 2**20, 3) for name, size in sizes.items()}
 
 
@@ -65,7 +65,7 @@ class Service:
         self.model = model
         graphs, seconds = warm_up(engine)
         holds = engine.snapshot()
-        self.metrics = Metrics(holds.num_pages, memory_of(engine))
+        self.metrics = Metrics(holds.num_pages, memory_of(engine.core))
         self.worker = Worker(engine, self.metrics, config.max_waiting)
         self.max_model_len = holds.max_tokens
         self.memory = memory(engine)
@@ -99,7 +99,7 @@ class Service:
             self.metrics.reloads.labels("refused").inc()
             log.error("a drafter was refused; the old one stays", extra={"fields": fields | {"reason": str(error)}})
             return False
-        self.metrics.holds(memory_of(self._engine))
+        self.metrics.holds(memory_of(self._engine.core))
         self.metrics.reloads.labels("done").inc()
         log.info("a drafter was reloaded", extra={"fields": fields})
         for listener in self.on_reloaded:
@@ -225,7 +225,7 @@ class Service:
     def _form_of(self, body: ChatRequest, template: ChatTemplate) -> AnswerFormat | None:
         """Return the answer's format, or ``None`` for plain text. A forced call works without a format of the model's own."""
         form = template.form
-        if body.is_forced and (form is None or form.call is None or not can_bind(form.call, body.offered)):
+        if body.is_forced and (form is None or form.call is None or not form.call.is_json):
             return plain_calls(form)
         if body.offered and not body.is_forced:
             problem = None

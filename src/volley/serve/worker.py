@@ -16,14 +16,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from volley.decode.sampling import Score
 from volley.engine.engine import Engine
 from volley.engine.recovery import recover
 from volley.engine.reload import replace_drafter
 from volley.errors import VolleyError
 from volley.models.drafters.drafter import Drafter
+from volley.params import SamplingParams
 from volley.procedures.request import Request
+from volley.results import CanvasDraft, FinishReason, GenerationStats, TextChunk
 from volley.serve.metrics import Metrics
-from volley.types import CanvasDraft, FinishReason, GenerationStats, SamplingParams, TextChunk
 
 log = logging.getLogger("volley.serve")
 
@@ -34,8 +36,8 @@ class Piece:
 
     choice: int
     chunks: list[TextChunk]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
+    scores: list[Score]
+    """Scores of its tokens, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,10 @@ class Sketched:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities of a choice's prompt without its first token, sent before all other events of the choice."""
+    """Scores of a choice's prompt without its first token, sent before all other events of the choice."""
 
     choice: int
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    ranks: list[int]
+    scores: list[Score]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,17 +330,13 @@ class Worker:
             if request not in self._owner:  # its job failed because of another choice
                 continue
             request.write()
-            is_first = request.num_output == len(request.chunks) and (
-                request.chunks or request.finish_reason is not None
-            )
+            chunks = request.writer.take()
+            done = request.num_output - len(chunks)
+            is_first = done == 0 and (chunks or request.finish_reason is not None)
             if is_first and request.params.prompt_logprobs is not None:
-                scored = Scored(choice, request.prompt_logprobs, request.prompt_top_logprobs, request.prompt_ranks)
-                self._outbox.append((job, scored))
-            if request.chunks:
-                done, now = request.num_output - len(request.chunks), request.num_output
-                piece = Piece(choice, request.chunks, request.logprobs[done:now], request.top_logprobs[done:now])
-                self._outbox.append((job, piece))
-                request.chunks = []
+                self._outbox.append((job, Scored(choice, request.prompt_scores)))
+            if chunks:
+                self._outbox.append((job, Piece(choice, chunks, request.scores[done : request.num_output])))
             if (draft := request.take_draft()) is not None:
                 self._outbox.append((job, Sketched(choice, draft)))
             if request.finish_reason is not None:

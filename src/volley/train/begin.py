@@ -65,19 +65,13 @@ class Attention:
         )
 
     def copy_to(self, own: DraftAttention) -> None:
-        """Give ``own`` these matrices; of more or fewer heads those of the same place, none of another size."""
-        size = own.head_dim
-        if size != self.queries.shape[1]:
-            return
-        kv_heads, groups = own.k_proj.out_features // size, own.q_proj.out_features // own.k_proj.out_features
-        have, shared = len(self.keys), len(self.queries) // len(self.keys)
-        keys = torch.arange(kv_heads) % have
-        queries = (keys[:, None] * shared + torch.arange(groups) % shared).flatten()
-        uses = torch.bincount(queries, minlength=len(self.queries))
-        own.q_proj.weight.copy_(self.queries[queries].flatten(0, 1))
+        """Give ``own`` these matrices. If this layer has fewer K/V heads than others, each stands several times."""
+        count = own.k_proj.out_features // own.head_dim
+        keys = torch.arange(count) * len(self.keys) // count
+        own.q_proj.weight.copy_(self.queries.flatten(0, 1))
         own.k_proj.weight.copy_(self.keys[keys].flatten(0, 1))
         own.v_proj.weight.copy_(self.values[keys].flatten(0, 1))
-        own.o_proj.weight.copy_((self.output[:, queries] / uses[queries][:, None]).flatten(1))
+        own.o_proj.weight.copy_(self.output.flatten(1))
         own.q_norm.weight.copy_(self.query_norm)
         own.k_norm.weight.copy_(self.key_norm)
 

@@ -15,15 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from volley.chat import check_template, encode_chat, template_digest
 from volley.errors import ConfigError, InputError
 from volley.files import appending
+from volley.params import SamplingParams
 from volley.prompts import Conversation, Message, check_training, load_prompts
-
-if TYPE_CHECKING:
-    from volley.types import GenerationResult, SamplingParams
+from volley.results import GenerationResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class CollectJob:
     key: str
     conversation: Conversation
     sample: int
-    params: "SamplingParams"
+    params: SamplingParams
     messages: list[Message]
     """Grows with every answer and with every further turn of the user's."""
     answers: list[Answer] = field(default_factory=list)
@@ -196,8 +195,6 @@ class Journal:
 
 def make_jobs(config: CollectConfig) -> list[CollectJob]:
     """Every response wanted, in order. Equal conversations are asked once for each sample."""
-    from volley.types import SamplingParams
-
     jobs: dict[str, CollectJob] = {}
     conversations = [c for source in config.prompts for c in load_prompts(source, config.data_dir, config.limit)]
     for index, conversation in enumerate(conversations):
@@ -293,7 +290,7 @@ class BatchGenerator(Protocol):
     @property
     def tokenizer(self) -> Any: ...
 
-    def room(self, num_prompt: int, params: "SamplingParams") -> int: ...
+    def room(self, num_prompt: int, params: SamplingParams) -> int: ...
 
     def generate(self, prompts: Any, params: Any) -> "Iterator[GenerationResult]": ...
 
@@ -320,7 +317,7 @@ class EngineSource:
         """Why prompts were not answered."""
         self.chat_template: str | bool = template_digest(engine.tokenizer)
 
-    def _room(self, prompt: Sequence[int], params: "SamplingParams") -> int:
+    def _room(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens that an answer may have, if any."""
         return min(self.engine.room(len(prompt), params), self.most_tokens - len(prompt))
 

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from volley.engine.capacity import beside_others
+from volley.engine.chains import accepted_lengths, mean_length, shares
 from volley.engine.engine import Engine
 from volley.memory.device import give_back
 from volley.models.drafters.drafter import Drafter
 from volley.models.targets.target import Target
+from volley.params import SamplingParams
 from volley.train.data import TrainingData
 from volley.train.documents import Document, split_batches
 from volley.train.features import Features, FeatureSource
 from volley.train.losses import accepted_prefix
 from volley.train.options import TrainConfig, filled
 from volley.train.step import Slots, StepFunction
-from volley.types import SamplingParams
 
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)
 """Draft windows that are tried."""
@@ -146,19 +147,13 @@ def evaluate_tau(
     sizes = beside_others(place)
     engine = Engine.from_pretrained(target, drafter=copy, dtype=dtype, device=place, capacity=sizes, policy="fixed")
     engine.procedures.write_causally()
-    accepted: list[int] = []
     most = engine.snapshot().max_tokens
     fitting = [prompt for prompt in prompts if len(prompt) + max_tokens <= most]
     if prompts and not fitting:
         told = f"no held-out prompt leaves {max_tokens} of the {most} tokens that an engine holds beside the training"
         warnings.warn(f"{told}, so the real τ is not measured; give shorter prompts", stacklevel=2)
-    for result in engine.generate(fitting, SamplingParams(max_tokens=max_tokens)):
-        accepted += result.stats.accepted_lengths
+    lengths = accepted_lengths(engine, fitting, SamplingParams(max_tokens=max_tokens))
     del engine, copy
     give_back(place)
-    at_least = [sum(length > slot for length in accepted) for slot in range(1, drafter.config.block_size)]
-    return {
-        "tau": sum(accepted) / max(1, len(accepted)),
-        "cycles": len(accepted),
-        "acceptance_per_slot": [round(count / max(1, len(accepted)), 4) for count in at_least],
-    }
+    by_slot = shares(lengths, drafter.config.block_size)
+    return {"tau": mean_length(lengths), "cycles": len(lengths), "acceptance_per_slot": by_slot}

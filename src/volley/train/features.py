@@ -10,13 +10,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from volley.errors import CheckpointError, VolleyError
+from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.device import leave_out_cudnn_attention, memory_bytes
+from volley.memory.kv_cache import BlockTable
 from volley.models.drafters.export import TargetEnds
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fingerprint import target_fingerprint
-from volley.models.targets.loading import load_causal_lm
+from volley.models.targets.loading import choose_weights, load_causal_lm
 from volley.models.targets.taps import Taps
-from volley.models.targets.target import load_tokenizer
+from volley.models.targets.target import Target, load_tokenizer
 from volley.train.documents import Document, pad
 
 
@@ -33,6 +35,8 @@ MEMORY = 0.25
 """Share of a machine's memory that remembered features may take."""
 KEPT = torch.bfloat16
 """The type of remembered features: that of most targets when they serve, and half of fp32's bytes."""
+PAGE = 16
+"""Tokens of a page while documents are read."""
 FINAL = -2
 """Stands for the final states among the numbers of layers, of which -1 is the embedding."""
 
@@ -40,8 +44,14 @@ FINAL = -2
 class FrozenTarget:
     """The target as training needs it: dense, frozen, without a KV cache."""
 
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+    served: Target | None = None
+    """The target as it decodes, if it is a GGUF file whose quantised weights the kernels keep. Its features differ from the
+    dense ones, and are read faster."""
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, served: Target | None = None) -> None:
         try:
+            if choose_weights(path, "auto", device, torch.bfloat16) != "bf16":
+                self.served = served or Target.from_pretrained(path, device=device)
             model = _load(path, dtype)
             self.tokenizer = load_tokenizer(path)
         except VolleyError:
@@ -113,6 +123,19 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         return load_causal_lm(path, dtype, "eager")
 
 
+@torch.no_grad()
+def read_served(target: Target, documents: Sequence[Document], layer_ids: Sequence[int]) -> Tensor:
+    """Return the tapped states ``[D, S, taps · H]`` of right-padded documents, as the engine computes them for a prompt."""
+    segments, pages = [], 0
+    for document in documents:
+        first, pages = pages, pages - (-len(document) // PAGE)
+        segments.append(Segment(BlockTable(PAGE, range(first, pages)), 0, len(document)))
+    batch = RaggedBatch(segments, torch.cat([document.token_ids for document in documents]).long())
+    with Taps(target.model, layer_ids) as taps:
+        target.forward(batch, target.make_store("auto", pages * PAGE), torch.tensor([0]), taps)
+        return pad_sequence(list(torch.split(taps.take()[0], list(map(len, documents)))), batch_first=True)
+
+
 class FeatureSource(Protocol):
     """Source of features: the target in every step (:class:`OnlineFeatures`), or once (:class:`RememberedFeatures`)."""
 
@@ -136,6 +159,8 @@ class OnlineFeatures:
     @torch.no_grad()
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
+        if self.target.served is not None and not self.with_final:
+            return Features(read_served(self.target.served, documents, self.layer_ids).to(self.target.dtype), None)
         token_ids = pad(documents).to(self.target.device)
         with Taps(self.target.model, self.layer_ids) as tapped:
             hidden = self.target.model.get_decoder()(input_ids=token_ids, use_cache=False).last_hidden_state
@@ -176,7 +201,7 @@ class RememberedFeatures:
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target, self.layer_ids, self.with_final = target, tuple(layer_ids), with_final
-        self._online = OnlineFeatures(target, layer_ids, with_final)
+        self.online: FeatureSource = OnlineFeatures(target, layer_ids, with_final)
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
         """Features of ``documents``, whose places in the data are ``indices``."""
@@ -187,7 +212,7 @@ class RememberedFeatures:
 
     def read(self, documents: Sequence[Document]) -> None:
         """Remember the features of ``documents``, read in one pass, which takes less time than one for each."""
-        made = self._online(documents, range(len(documents)))
+        made = self.online(documents, range(len(documents)))
         for row, document in enumerate(documents):
             self._remember(document, made, row)
 
@@ -195,7 +220,7 @@ class RememberedFeatures:
         known = self.target.remembered.of(document)
         if known.keys() >= {*self.layer_ids, *([FINAL] if self.with_final else [])}:
             return known
-        return self._remember(document, self._online([document], [0]), 0)
+        return self._remember(document, self.online([document], [0]), 0)
 
     def _remember(self, document: Document, made: Features, row: int) -> dict[int, Tensor]:
         known, taps = self.target.remembered.of(document), made.taps[row, : len(document)]

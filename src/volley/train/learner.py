@@ -26,15 +26,19 @@ class Learner:
     def __init__(self, config: TrainConfig, target: FrozenTarget, data: TrainingData, ranks: Ranks) -> None:
         self.ranks = ranks
         torch.manual_seed(config.seed)
+        self.model = self.new_model(config, target, data).to(ranks.device)
+        self.shape = self.model.drafter.config
+        self.vocabulary = _vocabulary(config, target, data.documents)
+        fuse(self.model.drafter)
+
+    def new_model(self, config: TrainConfig, target: FrozenTarget, data: TrainingData) -> BlockForward:
+        """Make the module whose weights learn."""
         if not config.keep_shape:
-            drafter = _new_drafter(config, target, data).to(ranks.device)
+            drafter = _new_drafter(config, target, data)
         else:
             assert config.init is not None, "TrainConfig has checked it"
-            drafter = drafter_to_train_on(config.init, target.model).to(ranks.device)
-        self.shape = drafter.config
-        self.vocabulary = _vocabulary(config, target, data.documents)
-        fuse(drafter)
-        self.model = BlockForward(drafter, choose_attention(config, ranks.device))
+            drafter = drafter_to_train_on(config.init, target.model)
+        return BlockForward(drafter, choose_attention(config, self.ranks.device))
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are trained."""
@@ -60,7 +64,7 @@ class Learner:
         if not self.ranks.first:
             return None
         weights = self.model.state_dict()
-        copy = Drafter(self.shape)
+        copy = type(self.model.drafter)(self.shape)
         copy.load_state_dict({name.removeprefix("drafter."): tensor for name, tensor in weights.items()})
         return copy if self.vocabulary is None else self.vocabulary.reduce(copy)
 

@@ -1,7 +1,7 @@
 """Train a drafter for a frozen target: ``train`` is the whole run, ``Trainer.step`` the recipe (DFlash §4.2, §A.1)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,11 @@ PROBED, PROBED_BLOCKS = 8, 4
 """Documents that a new drafter is tried on, and blocks of each."""
 
 
-def train(config: TrainConfig) -> Path:
-    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter."""
+def train(config: TrainConfig, kind: "type[Trainer] | None" = None) -> Path:
+    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter.
+
+    ``kind`` trains another drafter than DFlash's.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     make_folder(Path(config.out))  # before anything that takes long
@@ -51,7 +54,7 @@ def train(config: TrainConfig) -> Path:
     if ranks.device.type == "cpu":
         keep_freed_memory()
     try:
-        trainer = Trainer(config, ranks)
+        trainer = (kind or Trainer)(config, ranks)
         trainer.resume()
         return trainer.run()
     finally:
@@ -60,6 +63,11 @@ def train(config: TrainConfig) -> Path:
 
 class Trainer:
     """One run: data, what learns, its optimizer, and where the run stands."""
+
+    learner_class: type[Learner] = Learner
+    step_class: type[StepFunction] = StepFunction
+    online_class: Callable[..., FeatureSource] = OnlineFeatures
+    remembered_class: Callable[..., FeatureSource] = RememberedFeatures
 
     def __init__(
         self,
@@ -79,20 +87,26 @@ class Trainer:
         self.data = TrainingData(config, target)
         self.config = config = replace(config, anchors_per_sequence=_blocks(config, self.data, ranks.device))
         self.schedule = Schedule(config, self.data.lengths, ranks)
-        self.learner = Learner(config, target, self.data, ranks)
+        self.learner = self.learner_class(config, target, self.data, ranks)
         tokens = loss_tokens(self.data.documents, target)
-        self.step_function = StepFunction(config, target, self.learner.shape, self.learner.model, tokens)
+        self.step_function = self.step_class(config, target, self.learner.shape, self.learner.model, tokens)
         self.optimizer = make_optimizer(config, self.learner.parameters())
         facts = {"target": target.fingerprint, "data": self.data.fingerprint}
         self.saved_run = SavedRun(config, facts, self.learner.model, self.optimizer, ranks)
-        self.source: FeatureSource | FeatureCache = _feature_source(config, self.learner, self.step_function)
-        self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving)
+        self.source: FeatureSource | FeatureCache = self._feature_source()
+        self.held_out = HeldOut(config, self.data, self.step_function, self.source, serving or target.served)
         if config.init in (None, RANDOM):
             soften(self.learner.model.drafter.norm, self._probe)
         self.values: dict[str, Any] = {}
         """Results of the last evaluation."""
         self.update_seconds = 0.0
         """Seconds of the optimizer in all steps. It takes as long for a small batch as for a large one."""
+
+    def _feature_source(self) -> FeatureSource:
+        step_function, taps = self.step_function, self.learner.shape.target_layer_ids
+        remembers = _remembers(self.config, step_function.target.device)
+        source = self.remembered_class if remembers else self.online_class
+        return source(step_function.target, taps, step_function.objective.soft > 0)
 
     def _probe(self) -> float:
         """The loss of some blocks of the first documents."""
@@ -155,6 +169,7 @@ class Trainer:
         if self.config.features == "cache":
             directory = Path(self.config.cache_dir or self.reporter.out / "features")
             facts = {name: self.saved_run.facts[name] for name in ("target", "data")}
+            facts["read"] = "as it decodes" if self.step_function.target.served else "dense"
             cache = FeatureCache(directory, self.data.documents, self.held_out.features, facts)
             cache.build(self.ranks, self.reporter.say)
             self.source = cache
@@ -167,7 +182,7 @@ class Trainer:
             self.step_function.target,
             [*self.data.documents, *self.data.held_out],
             parameters=self.learner.size,
-            taps=shape.num_taps + self.step_function.objective.needs_target,
+            taps=shape.num_taps + (self.step_function.objective.soft > 0),
             rows=self.step_function.rows_per_pass,
             intermediate_size=shape.intermediate_size,
             remembers=_remembers(config, device),
@@ -278,10 +293,3 @@ def _blocks(config: TrainConfig, data: TrainingData, device: torch.device) -> in
 
 def _remembers(config: TrainConfig, device: torch.device) -> bool:
     return config.features == "memory" or (config.features == "auto" and device.type == "cpu")
-
-
-def _feature_source(config: TrainConfig, learner: Learner, step_function: StepFunction) -> FeatureSource:
-    target, with_final = step_function.target, step_function.objective.needs_target
-    taps = learner.shape.target_layer_ids
-    remembers = _remembers(config, target.device)
-    return (RememberedFeatures if remembers else OnlineFeatures)(target, taps, with_final)

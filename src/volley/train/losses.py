@@ -50,23 +50,14 @@ def pace_weights(label_losses: Tensor, slots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """Shares of a row's loss: ``soft`` of cross-entropy against the target's distribution p (its forward KL up to p's
-    entropy, which no drafter changes), ``total_variation`` of ‖p − q‖₁, the rest cross-entropy against the label."""
+    """Loss of a row: cross-entropy against the label, but for a share ``soft`` against the target's distribution p (its forward
+    KL up to p's entropy, which no drafter changes)."""
 
     soft: float = 0.0
-    total_variation: float = 0.0
     softcap: float | None = None
     """Softcap of the target's logits."""
     draft_softcap: float | None = None
     """Softcap of the drafter's logits."""
-
-    @property
-    def needs_target(self) -> bool:
-        return self.soft + self.total_variation > 0
-
-    @property
-    def hard(self) -> float:
-        return 1.0 - self.soft - self.total_variation
 
     def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Loss ``[R]``, its gradient ``[R, V]`` by ``logits`` before their cap, and the label's cross-entropy ``[R]``.
@@ -82,19 +73,12 @@ class Objective:
         probs = logits.softmax(-1)
         rows = torch.arange(len(labels), device=labels.device)
         of_label = -probs[rows, labels].float().clamp(min=1e-38).log()
-        losses = (self.hard + self.soft) * of_label
-        gradient = probs * (self.hard + self.soft)
-        if target is not None and self.soft:
+        losses, gradient = of_label.clone(), probs
+        if target is not None:
             expected = torch.linalg.vecdot(target, logits).float()
             losses += self.soft * (logits[rows, labels].float() - expected)
             gradient.sub_(target, alpha=self.soft)
-        if target is not None and self.total_variation:
-            excess = probs - target
-            losses += self.total_variation * excess.abs().sum(-1, dtype=torch.float32)
-            sign = excess.sign_()
-            sign -= torch.linalg.vecdot(probs, sign)[:, None]
-            gradient.addcmul_(probs, sign, value=self.total_variation)
-        gradient[rows, labels] -= self.hard
+        gradient[rows, labels] -= 1 - self.soft
         return losses, gradient, of_label
 
 
@@ -165,7 +149,7 @@ def block_loss(
     for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. Without
     ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.needs_target else None
+    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.soft else None
     result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, blocks, measure)  # type: ignore[no-untyped-call]
     return result
 

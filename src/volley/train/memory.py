@@ -6,6 +6,7 @@ import torch
 
 from volley.errors import ConfigError
 from volley.memory.device import memory_bytes
+from volley.models.layers.accelerate import weight_bytes
 from volley.train.documents import Document
 from volley.train.features import KEPT, FrozenTarget
 from volley.train.losses import CHUNK
@@ -58,13 +59,14 @@ def needs(
     On a CPU weights of the target are laid out anew beside their originals; a target that ``decodes`` is another one.
     """
     own = sum(weight.nbytes for weight in target.model.parameters())
+    served = 0 if target.served is None else weight_bytes(target.served.model)
     copies = 1 if target.device.type == "cuda" else 2
     width, vocab_size = target.head.shape[1], target.head.shape[0]
     features = taps * width * KEPT.itemsize * sum(map(len, documents)) if remembers else 0
     return Needs(
         {
             "the target": own * copies,
-            "the target that decodes": own * copies if decodes else 0,
+            "the target that decodes": served or (own * copies if decodes else 0),
             "the drafter": BYTES_A_WEIGHT * parameters,
             "features": min(features, target.remembered.budget),
             "a step": rows * STATES * intermediate_size * 4 + 3 * CHUNK * vocab_size * 4,

@@ -29,9 +29,6 @@ SHAPE_OPTIONS = (
     "num_layers",
     "taps",
     "intermediate_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
     "window",
     "head",
     "mask_token_id",
@@ -102,12 +99,6 @@ class TrainConfig:
     ids (``"1,9,17"``)."""
     intermediate_size: int | None = None
     """Width of the draft MLPs; by default the target's."""
-    num_heads: int | None = None
-    """Query heads of a draft layer; by default the target's."""
-    num_kv_heads: int | None = None
-    """Key/value heads of a draft layer; by default the target's."""
-    head_dim: int | None = None
-    """Size of a draft head; by default the target's."""
     window: int | None = None
     """Context tokens a draft layer sees before its block; by default all of them."""
     head: str = "none"
@@ -141,8 +132,6 @@ class TrainConfig:
     """γ of the decay; by default 4, 5 and 7 for blocks of 8, 10 and 16, straight lines between."""
     soft_targets: float = 0.0
     """Share of the loss that is taken against the target's distribution (forward KL) instead of its sampled token."""
-    total_variation: float = 0.0
-    """Share of the loss that is the distance ‖p − q‖₁ between the target's distribution and the drafter's (DSpark)."""
 
     optimizer: str | None = None
     """``adamw`` (the paper's), or ``muon`` for the matrices and AdamW for the rest; by default the preset's."""
@@ -208,11 +197,8 @@ class TrainConfig:
         block_size = self.block_size
         yield "block_size", block_size is None or block_size >= 2, "2 or more: an anchor and at least one slot to draft"
         yield "eval_share", 0 <= self.eval_share < 1, "in [0, 1)"
-        for name in ("soft_targets", "total_variation"):
+        for name in ("soft_targets", "reveal"):
             yield name, 0 <= getattr(self, name) <= 1, "in [0, 1]"
-        shares = self.soft_targets + self.total_variation
-        yield "total_variation", shares <= 1, "at most 1 together with soft_targets"
-        yield "reveal", 0 <= self.reveal <= 1, "in [0, 1]"
         yield "eval_prompts", self.eval_prompts >= 0, "0 or more"
         yield "draft_vocab_size", (self.draft_vocab_size or 0) >= 0, "0 or more"
         yield "max_length", self.max_length is None or self.max_length >= 2, "2 or more"
@@ -222,9 +208,6 @@ class TrainConfig:
             "rows_per_pass",
             "num_layers",
             "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
             "window",
             "gamma",
             "epochs",

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from volley.engine.engine import Engine
+from volley.engine.reload import replace_drafter
 from volley.errors import ConfigError, InputError
 from volley.files import make_folder
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, PilotInput, features, net_for, save_pilot
 from volley.models.layers.fingerprint import drafter_fingerprint
+from volley.params import SamplingParams
 from volley.policies.fixed import Fixed
 from volley.prompts import load_prompts
 from volley.tensors import load_tensors, save_tensors
 from volley.train.options import PilotOptions
-from volley.types import SamplingParams
 
 _BATCH = 64  # labelled requests in one step of the optimizer
 _REHEARSALS = 30  # repetitions of a timed cycle; the shortest counts, since other work on the machine only adds
@@ -149,10 +150,10 @@ def label_all(
 
 def draft_up_to(engine: Engine, block_size: int) -> None:
     """Let an idle engine draft blocks of up to ``block_size``, also above the trained one."""
-    assert engine.proposer is not None, "a drafter proposes"
-    if block_size > engine.proposer.block_size:
+    assert engine.core.proposer is not None, "a drafter proposes"
+    if block_size > engine.core.proposer.block_size:
         engine.config = engine.procedure.config = replace(engine.config, policy=None, block_size=block_size)
-        engine.use_drafter(engine.drafter)
+        replace_drafter(engine, _drafter(engine))
 
 
 def _drafter(engine: Engine) -> Drafter:

@@ -65,12 +65,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
     """The drafter's shape: the target's own layer shape unless an option says otherwise."""
     text: Any = target.config.get_text_config()
     num_layers = len(decoder_layers(target))
-    heads = config.num_heads or text.num_attention_heads
-    kv_heads = config.num_kv_heads or min(getattr(text, "num_key_value_heads", None) or heads, heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"num_heads is {heads} and num_kv_heads {kv_heads}; the first must be a multiple of the second"
-        )
+    heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
     layers = filled(config.num_layers)
     return DrafterConfig(
@@ -78,8 +73,8 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
         intermediate_size=config.intermediate_size or getattr(text, "intermediate_size", 3 * text.hidden_size),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=config.head_dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=target.get_input_embeddings().weight.shape[0],
         num_target_layers=num_layers,
         block_size=filled(config.block_size),

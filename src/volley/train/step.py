@@ -112,7 +112,7 @@ class StepFunction:
         self.mask_token_id = shape.mask_token_id
         self.weights = slot_weights(self.block_size, filled(config.loss_decay), config.gamma)
         caps = target.softcap, shape.final_logit_softcapping
-        self.objective = Objective(config.soft_targets, config.total_variation, *caps)
+        self.objective = Objective(config.soft_targets, *caps)
         self.has_head = shape.head is not None
         self.paced = config.loss_decay == "pace"
         self.config = config
@@ -173,15 +173,19 @@ class StepFunction:
         """
         lengths = [len(document) for document in documents]
         blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id, reveals)
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
+            states = self.states(blocks, features, window)
+        return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
+
+    def states(self, blocks: Blocks, features: Features, window: int | None) -> Tensor:
+        """Return the drafter's final states ``[D·A·B, H]``."""
         device = self.target.device
         with torch.no_grad():
             embeddings = self.target.embed(blocks.token_ids.flatten().to(device))
             before = self._before(blocks) if self.has_head else None
-        taps = features.taps.to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.target.dtype == torch.bfloat16):
-            positions = blocks.positions.flatten().to(device)
-            states = self.model(taps, blocks.anchors.to(device), embeddings, positions, before, window)
-        return self._loss(blocks, states.to(self.target.dtype), features.final, scale, measure)
+        taps, positions = features.taps.to(device), blocks.positions.flatten().to(device)
+        states: Tensor = self.model(taps, blocks.anchors.to(device), embeddings, positions, before, window)
+        return states
 
     def _before(self, blocks: Blocks) -> Tensor:
         """Embeddings of the token before each block token, for the sequential head.

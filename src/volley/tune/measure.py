@@ -10,10 +10,11 @@ from volley.bench.run import without_drafter
 from volley.certify.options import CertifyConfig
 from volley.certify.reference import distribution
 from volley.certify.sampled import AT_ONCE, ways
-from volley.engine.capacity import beside_others
+from volley.engine.chains import accepted_lengths, mean_length, shares
 from volley.engine.engine import Engine
+from volley.params import SamplingParams
+from volley.results import GenerationResult
 from volley.tune.data import ROOM
-from volley.types import GenerationResult, SamplingParams
 
 PROMPTS = 8
 GREEDY = 20
@@ -63,25 +64,22 @@ def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float
     chosen, plain = prompts[:PROMPTS], without_drafter(engine)
     assert engine.drafter is not None
     block = engine.drafter.config.block_size
-    sizes = beside_others(engine.target.device)
-    chains = Engine(engine.target, engine.drafter, capacity=sizes, policy=f"fixed:{block}")
     rows = []
     for temperature in sorted(set(temperatures)):
         params = SamplingParams(temperature=temperature, max_tokens=ROOM)
-        seconds, tokens, lengths = [0.0, 0.0], [0, 0], list[int]()
+        seconds, tokens = [0.0, 0.0], [0, 0]
         for index, prompt in enumerate([chosen[0], *chosen]):  # the first once more: it pays for what happens once
-            *results, chain = (_answer(each, prompt, params) for each in (plain, engine, chains))
+            results = [_answer(each, prompt, params) for each in (plain, engine)]
             if index:
                 seconds = [sum(pair) for pair in zip(seconds, map(_decode_seconds, results), strict=True)]
                 tokens = [sum(pair) for pair in zip(tokens, (len(r.token_ids) - 1 for r in results), strict=True)]
-                lengths += chain.stats.accepted_lengths
-        shares = [sum(n > k for n in lengths) / max(1, len(lengths)) for k in range(1, block)]
+        lengths = accepted_lengths(engine, chosen, params)
         rows.append(
             {
                 "temperature": temperature,
-                "tau": sum(lengths) / max(1, len(lengths)),
+                "tau": mean_length(lengths),
                 "speedup": tokens[1] / seconds[1] * seconds[0] / tokens[0] if seconds[1] and tokens[0] else 0.0,
-                "acceptance": [round(share, 4) for share in shares],
+                "acceptance": shares(lengths, block),
             }
         )
     return {"rows": rows, "block_size": block, "prompts": len(chosen)}

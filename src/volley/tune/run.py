@@ -178,7 +178,7 @@ class Tuning:
 
     @cached_property
     def frozen(self) -> FrozenTarget:
-        target = FrozenTarget(self.config.target, self.dtype, self.ranks.device)
+        target = FrozenTarget(self.config.target, self.dtype, self.ranks.device, self.serving)
         self.progress.check_target(target.fingerprint)
         return target
 

@@ -18,9 +18,9 @@ from volley.errors import ConfigError, VolleyError
 from volley.models.checkpoints.formats import drafter_folder
 from volley.models.drafters.export import TargetShape
 from volley.options import PREFIX, expand
-from volley.vllm.launch import VARIABLE
 from volley.vllm.options import (
     LOGGER,
+    VARIABLE,
     PluginOptions,
     block_drafter,
     built_in_args,
@@ -104,28 +104,31 @@ def configure(args: Any, make: Callable[[], Configured]) -> tuple[Configured, st
 
     The first way to draft whose configuration can be made is taken. If none can, vLLM's own, plain one is made.
     """
-    given, reasons = dict(vars(args)), dict[str, None]()
-    for way in (_built_in, _proposer):
-        try:
-            line = way(args)
-            return make(), line
-        except Exception as error:  # a server that cannot draft must start nevertheless
-            reasons[" ".join(str(error).split()) or type(error).__name__] = None
-            vars(args).clear()
-            vars(args).update(given)
+    given, errors = dict(vars(args)), list[Exception]()
+    try:
+        settings, options = _read(args)
+        for way in (_built_in, _proposer):
+            try:
+                line = way(args, settings, options)
+                return make(), line
+            except Exception as error:
+                errors.append(error)
+                vars(args).clear()
+                vars(args).update(given)
+    except Exception as error:  # a server that cannot draft must start nevertheless
+        errors.append(error)
+    reasons = dict.fromkeys(" ".join(str(error).split()) or type(error).__name__ for error in errors)
     return make(), f"{NOTHING}: {'; '.join(reasons)}"
 
 
-def _built_in(args: Any) -> str:
+def _built_in(args: Any, _: EnvironmentSettings, options: PluginOptions) -> str:
     """Give vLLM the drafter for its built-in method, which is compiled with the target."""
-    _, options = _read(args)
     vars(args).update(built_in_args(options))
     return _drafting(f"vLLM's built-in dflash, {'eagerly' if args.enforce_eager else 'compiled'},", options, args)
 
 
-def _proposer(args: Any) -> str:
+def _proposer(args: Any, settings: EnvironmentSettings, options: PluginOptions) -> str:
     """Give vLLM volley's class as the proposer, or its built-in method without some options if its processes share the target."""
-    settings, options = _read(args)
     found = engine_args(
         options, tensor_parallel_size=args.tensor_parallel_size, pipeline_parallel_size=args.pipeline_parallel_size
     )

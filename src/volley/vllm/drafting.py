@@ -21,8 +21,8 @@ from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.heads import Projection
 from volley.models.drafters.pilot import largest_block
+from volley.params import SamplingParams
 from volley.proposers.block import BlockProposer
-from volley.types import SamplingParams
 from volley.vllm.passes import IntArray, Tokens
 
 GREEDY = SamplingParams()
@@ -82,6 +82,7 @@ class SlotDrafter:
         attention, window = attention_for(weight.device), drafter.config.window_for(self.config.draft_window)
         self.token_ids = np.full(num_slots, -1, dtype=np.int32)
         self.model = DraftModel(drafter, store, attention, self.embed, self.head, window)
+        self.model.block_size = self.block_size
         self.proposer = BlockProposer(self.model, self.config)
 
     def inject(self, features: Tensor, positions: IntArray, slots: IntArray, token_ids: Tokens) -> None:

@@ -4,6 +4,7 @@ vLLM passes a proposer only its own configuration. volley's options therefore tr
 vLLM reserves for extensions.
 """
 
+import importlib.metadata
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,9 +22,10 @@ from volley.models.checkpoints.formats import detect, drafter_folder, parse_conf
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import largest_block
 from volley.policies.make import DEFAULT_POLICY, make_policy
-from volley.vllm import launch
 
 TESTED = "0.32"
+VARIABLE = "VOLLEY_DRAFTER"
+"""Variable that activates the plugin in a plain ``vllm serve`` (``activation.py``)."""
 PROPOSER = "volley.vllm.Proposer"
 _FORMAT = "transformers' format (volley export it --to zlab)"
 LOGGER = logging.getLogger("vllm.volley")  # a child of vLLM's own logger, whose settings apply
@@ -101,7 +103,7 @@ def built_in_args(options: PluginOptions) -> dict[str, Any]:
         (bool(options.draft_window), "a draft window"),
         (config.head is not None, "a sequential head"),
         (detect(read_json(folder / "config.json")) == "transformers", _FORMAT),
-        (launch.is_cpu_build() and len(set(config.layer_types)) > 1, "sliding layers beside full ones on a CPU"),
+        (is_cpu_build() and len(set(config.layer_types)) > 1, "sliding layers beside full ones on a CPU"),
     ]
     missing = [what for is_needed, what in needs if is_needed]
     if missing:
@@ -115,16 +117,14 @@ def built_in_args(options: PluginOptions) -> dict[str, Any]:
     return _dflash(folder, size)
 
 
-def speculation(options: PluginOptions, **placement: Any) -> dict[str, Any]:
-    """Return arguments for vLLM by the first way that has all of ``options``: :func:`built_in_args`, :func:`engine_args`."""
-    try:
-        return built_in_args(options)
-    except UnsupportedModelError:
-        return engine_args(options, **placement)
+def is_cpu_build() -> bool:
+    """Return whether the installed vLLM runs on CPUs; this build has another name or its own version."""
+    names = importlib.metadata.packages_distributions().get("vllm", [])
+    return any("cpu" in f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def engine_args(
-    options: PluginOptions, *, eager: bool = True, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
+    options: PluginOptions, *, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1
 ) -> dict[str, Any]:
     """Return arguments for ``vllm.LLM`` (and, with dashes, its server) that draft with ``options.drafter``.
 
@@ -135,7 +135,6 @@ def engine_args(
     config = block_drafter(folder)
     block_size = largest_block(options, config.block_size, folder)
     obstacles = [
-        (not eager, "compiled passes do not call the hooks that tap the target"),
         (tensor_parallel_size > 1, "the target's embedding and head are split over processes"),
         (pipeline_parallel_size > 1, "tapped layers live in other processes"),
     ]
@@ -222,19 +221,14 @@ def spread_over_drafts(
 
 
 def check_sampler(device: Any) -> None:
-    """Refuse a vLLM that verifies drafts at temperatures other than the requests'."""
+    """Refuse a vLLM that verifies drafts at temperatures other than the requests', because volley's plugin is not loaded."""
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     temperatures = torch.tensor([0.5, 2.0], device=device)
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
     if expand_batch_to_tokens(temperatures, ends, 3).tolist() != [0.5, 2.0, 2.0]:
-        raise wrong_sampler()
-
-
-def wrong_sampler() -> UnsupportedModelError:
-    """Return the error for a vLLM that verifies drafts wrongly, because volley's plugin is not loaded."""
-    return UnsupportedModelError(
-        "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs), and "
-        "volley's plugin, which repairs that, is not loaded: install volley in vLLM's environment, and name volley in "
-        "VLLM_PLUGINS or unset it"
-    )
+        raise UnsupportedModelError(
+            "this build of vLLM verifies drafts at wrong temperatures with every drafting method (0.32 does so on CPUs), and "
+            "volley's plugin, which repairs that, is not loaded: install volley in vLLM's environment, and name volley in "
+            "VLLM_PLUGINS or unset it"
+        )

@@ -92,7 +92,7 @@ def test_a_graph_is_captured_after_two_runs_beside(seen: list[str]) -> None:
 def test_a_pass_that_is_not_captured_leaves_the_stream_and_the_memory_of_graphs(
     seen: list[str], captures: bool
 ) -> None:
-    """Whether a library refuses the capture or there is no memory for the runs before it."""
+    """A library may refuse the capture, or there may be no memory for the runs before it."""
 
     def run() -> None:
         if not captures or "in graph pool" in seen:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What Triton has compiled: no test compiles it again."""
+    """Kernels that Triton has compiled: no test compiles them again."""
     return tmp_path_factory.mktemp("triton")
 
 

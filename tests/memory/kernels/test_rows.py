@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.memory import rows as reference
 from tests.memory.kernels import DEVICE
 from volley.memory.kernels import rows as kernels
-from volley.memory.rows import REFERENCE
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -28,7 +28,7 @@ def assert_alike(found: Tensor, wanted: Tensor) -> None:
 def test_norms(count: int, size: int, adds: bool, dtype: torch.dtype) -> None:
     states, weight = made(count, size, dtype=dtype), made(size, dtype=dtype)
     update = made(count, 2 * size, dtype=dtype)[:, :size] if adds else None
-    found, wanted = (ops.add_norm(states, update, weight, 1e-6) for ops in (kernels, REFERENCE))
+    found, wanted = (ops.add_norm(states, update, weight, 1e-6) for ops in (kernels, reference))
     assert_alike(found[0], wanted[0])  # the interpreter cuts bf16 off instead of rounding it
     assert_alike(found[1], wanted[1])
 
@@ -42,7 +42,7 @@ def test_turns(heads: int, shared: int, dim: int, normed: bool, dtype: torch.dty
     angles = torch.rand(3, dim // 2).repeat(1, 2) * 7
     turns = [function(angles).to(DEVICE, dtype) for function in (torch.cos, torch.sin)]
     found, wanted = rows.clone(), rows.clone()
-    for ops, own in ((kernels, found), (REFERENCE, wanted)):
+    for ops, own in ((kernels, found), (reference, wanted)):
         ops: Any
         ops.norm_and_turn(own, norms, *turns, heads, 1e-6)
     assert_alike(found, wanted)
@@ -53,4 +53,4 @@ def test_turns(heads: int, shared: int, dim: int, normed: bool, dtype: torch.dty
 @pytest.mark.parametrize(("count", "size"), [(1, 16), (4, 1100)])
 def test_gates(count: int, size: int, dtype: torch.dtype) -> None:
     rows = made(count, 2 * size, dtype=dtype) * 4
-    assert_alike(kernels.gated_silu(rows), REFERENCE.gated_silu(rows))
+    assert_alike(kernels.gated_silu(rows), reference.gated_silu(rows))

@@ -1,4 +1,4 @@
-"""What was written late, and together, is what would have been written at once."""
+"""K/V written late and together equal those written at once."""
 
 import random
 from typing import Any

@@ -4,19 +4,23 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from tests.costs import settle
 from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
+from volley.decode.work import Works
+from volley.engine import engine as engine_module
 from volley.errors import MismatchError
-from volley.models.drafters.draft_model import check_pair
+from volley.models.diagnosis import diagnose
+from volley.models.drafters.draft_model import bundled_drafter, check_pair
 from volley.models.drafters.drafter import Drafter
-from volley.proposers.base import Works
 from volley.proposers.block import BlockProposer
 
 
@@ -87,7 +91,7 @@ def record(engine: Engine) -> list[Draft]:
                 row += work.ask.positions
             return logits, hidden
 
-    engine.proposer = Recorded(inner.model, inner.config)
+    engine.core.proposer = Recorded(inner.model, inner.config)
     return drafts
 
 
@@ -213,3 +217,24 @@ def test_bf16_pairs_draft_too() -> None:
     (result,) = engine.generate([1, 2, 3], SamplingParams(max_tokens=12))
     assert len(result.token_ids) == 12
     assert block_proposer(engine).model.store.keys[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("layers", "has_drafter"), [(30, True), (29, False)])
+def test_a_target_of_a_published_shape_has_a_bundled_drafter(tmp_path: Path, layers: int, has_drafter: bool) -> None:
+    sizes = {"hidden_size": 576, "num_hidden_layers": layers, "vocab_size": 49_152}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    assert bundled_drafter(tmp_path) == ("smollm2-135m" if has_drafter else None)
+    said = diagnose(tmp_path).facts["drafts by default"]
+    assert said == ("the bundled drafter smollm2-135m" if has_drafter else "prompt lookup")
+
+
+@pytest.mark.parametrize("given", [{}, {"policy": "plain"}, {"block_size": 1}, {"drafter": None}])
+def test_the_bundled_drafter_drafts_unless_nothing_shall(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(engine_module, "bundled_drafter", lambda _: "its own")
+    monkeypatch.setattr(engine_module, "load_drafter", lambda path, *_, **__: loaded.append(path) or pair.drafter)
+    engine = Engine.from_pretrained(pair.target, **given)
+    assert loaded == ([] if given else ["its own"])
+    assert (engine.drafter is None) == bool(given)

@@ -66,8 +66,8 @@ def test_taps_that_a_config_does_not_name_are_the_authors(tmp_path: Path) -> Non
     eagle.write(tmp_path, {**bare, "architectures": ["LlamaForCausalLM"]}, eagle.tensors())
     pair = make_pair(num_hidden_layers=6)
     engine = Engine(pair.target, load_drafter(tmp_path, pair.target, "bf16"))
-    assert engine.draft_model is not None
-    assert engine.draft_model.taps == (1, 2, 2)
+    assert engine.core.draft_model is not None
+    assert engine.core.draft_model.taps == (1, 2, 2)
     assert [len(result.token_ids) for result in engine.generate([[1, 2, 3]], SamplingParams(max_tokens=9))] == [9]
     shallow = make_pair(num_hidden_layers=4).target
     with pytest.raises(ConfigError, match="need a target of 5 layers or more, not of 4; write eagle_aux_hidden"):

@@ -15,12 +15,12 @@ from tests.tiles import needs_kernels
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams, native
 from volley.files import REFERENCE
-from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead, pays
+from volley.models.drafters.frequent import LARGE, SEEN, FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, ResidualHead, Selector, SequentialHead
 from volley.native import Weights
 
 pytestmark = needs_kernels
-VOCAB, H, RANK = 2 * FIRST + 16, 64, 8
+FIRST, VOCAB, H, RANK = LARGE // 3, LARGE + 16, 64, 8
 RARE = [FIRST, VOCAB - 1, FIRST + 77]
 
 
@@ -55,7 +55,7 @@ def test_a_cap_leaves_out_what_is_not_drafted() -> None:
 
 
 def test_the_tokens_seen_last_are_drafted() -> None:
-    """Those that came first make room, but not those that always stay."""
+    """The tokens that came first make room, but not those that always stay."""
     whole = made_up_head()
     frequent, hidden = FrequentHead(whole, "bf16", RARE[:1]), torch.randn(1, H).bfloat16()
     texts = torch.split(torch.arange(FIRST + 100, FIRST + 100 + 2 * SEEN), 900)

@@ -82,7 +82,7 @@ def test_few_candidates_are_the_best_of_the_base() -> None:
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("kind", ["residual", "markov", "gated", "selector"])
+@pytest.mark.parametrize("kind", ["residual", "markov", "selector"])
 def test_a_greedy_chain_has_the_likeliest_token_of_each_slot_after_the_one_before(kind: str, paired: bool) -> None:
     head = HeadConfig(type=kind, rank=5, candidates=VOCAB)  # type: ignore[arg-type]
     bound = bind(random_drafter(head=head), VOCAB)
@@ -128,7 +128,7 @@ def test_a_token_is_drawn_from_its_distribution(seed: int, count: int, temperatu
     assert through - float(found[place]) - 1e-5 <= uniform <= through + 1e-5
 
 
-@pytest.mark.parametrize("kind", ["residual", "markov", "gated", "selector"])
+@pytest.mark.parametrize("kind", ["residual", "markov", "selector"])
 @pytest.mark.skipif(not native.is_built, reason="the library was not built")
 def test_a_drawn_chain_is_drawn_after_each_of_its_tokens(kind: str) -> None:
     bound = bind(random_drafter(head=HeadConfig(type=kind, rank=5, candidates=VOCAB)), VOCAB)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def test_a_drawn_chain_is_drawn_after_each_of_its_tokens(kind: str) -> None:
     most=st.sampled_from([1, 7, 64, 2000]),
     steps=st.sampled_from([1, 64, 2**20]),
     kind=st.sampled_from(["residual", "markov"]),
-    drafted=st.sampled_from(["all", "reduced", "by place"]),
+    drafted=st.sampled_from(["all", "reduced"]),
 )
 @pytest.mark.skipif(not native.is_built, reason="the library was not built")
 def test_chains_in_c_are_those_of_the_reference(
@@ -165,8 +165,7 @@ def test_chains_in_c_are_those_of_the_reference(
     tokens = None if drafted == "all" else torch.randperm(vocab)[: vocab // 2]
     rows, outputs = (torch.randn(vocab, rank).bfloat16() for _ in range(2))
     own = torch.randn(10, rank).bfloat16() if kind == "residual" else None
-    tables, by_place = Tables(rows, outputs, own), drafted == "by place"
-    found, sure = follow(logits, tables, [3, 0, 9], sizes, most, tokens, by_place=by_place)
+    found, sure = follow(logits, Tables(rows, outputs, own), [3, 0, 9], sizes, most, tokens)
     known = torch.arange(vocab) if tokens is None else tokens
     slots, at = iter(range(10)), 0
     for size, anchor in zip(sizes, [3, 0, 9], strict=True):
@@ -177,12 +176,11 @@ def test_chains_in_c_are_those_of_the_reference(
             places = (base >= least).nonzero()[:, 0]
             mixed = rows[before].float()
             mixed = mixed if own is None else torch.nn.functional.silu(mixed + own[slot].float())
-            own_rows = outputs[places if by_place else known[places]].float()
-            scores = base[places] + own_rows @ mixed
+            scores = base[places] + outputs[known[places]].float() @ mixed
             (place,) = (known[places] == found[at]).nonzero()[:, 0].tolist()  # it is one of the candidates
             assert scores[place] >= scores.max() - 1e-4
             assert sure[at] == pytest.approx(float(scores.softmax(-1)[place]), rel=1e-3)
-            before = int(places[place]) if by_place else found[at]
+            before = found[at]
             at += 1
 
 

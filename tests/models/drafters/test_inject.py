@@ -63,7 +63,7 @@ def test_half_precision(packed: bool, biased: bool) -> None:
 @pytest.mark.parametrize("replaced", [False, True])
 @torch.no_grad()
 def test_it_follows_the_weights(name: str, replaced: bool) -> None:
-    """Whether an optimizer changes them in place or others are put in their place."""
+    """An optimizer changes weights in place, or others replace them."""
     drafter = random_drafter(attention_bias=True)
     injection = Injection(drafter, make_store("auto", drafter.kv_shapes, 9, torch.float32, CPU))
     features, positions = torch.randn(5, TAPS), torch.arange(5)

@@ -1,22 +1,31 @@
-"""Tiny random models written as llama.cpp's converter writes them, for architectures whose files differ from Llama's.
+"""Tiny random models as llama.cpp's converter stores them: the keys and tensors of their files.
 
 ``tests/llamacpp`` compares these files with the converter's own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import transformers as tf
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.models.gguf.files import SHAPE, row_order
-from volley.models.checkpoints.gguf_drafter import add_value
-
+VOCAB = 272
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED: dict[str, Any] = {**ROUTED, "shared_expert_intermediate_size": 40}
@@ -120,17 +129,30 @@ CASES: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
 }  # fmt: skip
-"""Architectures and configs by name."""
+"""Architectures and configs by name, of files that differ from Llama's."""
+LIKE_LLAMA: dict[str, tuple[str, Callable[[], Any]]] = {
+    "llama with biases": ("llama", lambda: config(tf.LlamaConfig, attention_bias=True)),
+    "llama, tied": ("llama", lambda: config(tf.LlamaConfig, tie_word_embeddings=True)),
+    "qwen2": ("qwen2", lambda: config(tf.Qwen2Config)),
+    "qwen3": ("qwen3", lambda: config(tf.Qwen3Config, head_dim=24)),
+    "qwen3moe": (
+        "qwen3moe",
+        lambda: config(tf.Qwen3MoeConfig, **ROUTED, head_dim=16, norm_topk_prob=True, tie_word_embeddings=True),
+    ),
+}
+EVERY = {**CASES, **LIKE_LLAMA}
 
 
 def config(kind: Any, **changes: Any) -> Any:
     return kind(**{**SHAPE, **changes})
 
 
-def random_model(case: str) -> PreTrainedModel:
-    """With every weight random: norms, biases, sinks, states and routers included."""
+def random_model(case: str, **changes: Any) -> PreTrainedModel:
+    """With every weight random: norms, biases, sinks, states and routers included; ``changes`` are made to the config."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CASES[case][1]()).eval().requires_grad_(False)
+    own = EVERY[case][1]()
+    own.update(changes)
+    model = AutoModelForCausalLM.from_config(own).eval().requires_grad_(False)
     for name, weight in model.state_dict().items():
         if "norm" in name or weight.dim() == 1:
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
@@ -143,7 +165,7 @@ def random_model(case: str) -> PreTrainedModel:
 
 
 def keys_of(architecture: str, own: Any) -> dict[str, Any]:
-    """What stands in the file, below the architecture."""
+    """Return the keys of the file, without the architecture's prefix."""
     full = own.rope_parameters.get("full_attention", own.rope_parameters)
     keys = {
         "context_length": own.max_position_embeddings,
@@ -158,7 +180,7 @@ def keys_of(architecture: str, own: Any) -> dict[str, Any]:
     }
     if full["rope_type"] == "yarn":
         names = {"factor": "factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-        keys |= {f"rope.scaling.{name}": full[key] for key, name in names.items()}
+        keys |= {f"rope.scaling.{name}": full.get(key) for key, name in names.items()}
         keys |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.original_context_length": full["original_max_position_embeddings"],
@@ -217,11 +239,12 @@ def _olmo(own: Any) -> dict[str, Any]:
 
 
 def _mixture(own: Any) -> dict[str, Any]:
+    shared = getattr(own, "shared_expert_intermediate_size", None)
     return {
         "expert_count": own.num_experts,
         "expert_used_count": own.num_experts_per_tok,
         "expert_feed_forward_length": own.moe_intermediate_size,
-        "expert_shared_feed_forward_length": own.shared_expert_intermediate_size,
+        "expert_shared_feed_forward_length": shared,
     }
 
 
@@ -286,7 +309,13 @@ def _deepseek(own: Any) -> dict[str, Any]:
     }
 
 
+def _like_llama(own: Any) -> dict[str, Any]:
+    return {"attention.key_length": getattr(own, "head_dim", None)}
+
+
 _OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _like_llama),
+    "qwen3moe": lambda own: {**_like_llama(own), **_mixture(own)},
     "gemma": lambda own: {"attention.key_length": own.head_dim, "attention.value_length": own.head_dim},
     "gemma2": _gemma_2,
     "gemma3": lambda own: {**_gemma(own), "rope.freq_base_swa": 10_000.0},
@@ -356,7 +385,13 @@ _NAMES = {
 _NORM_BEHIND = {"gemma2", "gemma3", "olmo2", "qwen3next", "qwen35", "qwen35moe", "gpt-oss"}
 """Architectures whose files call it the norm behind attention, wherever it stands."""
 _ONE_ADDED = {"gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
-_INTERLEAVED = {"smollm3", "granite"}
+_INTERLEAVED = {"llama", "smollm3", "granite"}
+
+
+def row_order(rows: int, heads: int) -> list[int]:
+    """Row 2i of a head is row i of its first half, row 2i + 1 row i of its second: how files of Llama store queries and keys."""
+    size = rows // heads
+    return [head * size + half * (size // 2) + i for head in range(heads) for i in range(size // 2) for half in (0, 1)]
 
 
 def _tiled(weight: Tensor, own: Any, *, dim: int = 0, size: int) -> Tensor:
@@ -437,6 +472,15 @@ def _layer_parts(architecture: str, part: str, weight: Tensor, own: Any) -> Iter
         yield f"{'post_attention_norm' if behind else _NAMES[stem]}.{ending}", weight
 
 
+def parts(architecture: str, name: str, weight: Tensor, own: Any) -> dict[str, Tensor]:
+    """The file's tensors for a weight of transformers'."""
+    if name.startswith("model.layers."):
+        layer, part = name.removeprefix("model.layers.").split(".", 1)
+        return {f"blk.{layer}.{key}": one for key, one in _layer_parts(architecture, part, weight, own)}
+    stem, _, ending = name.rpartition(".")
+    return {f"{_NAMES[stem]}.{ending}": weight}
+
+
 def stored_weights(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
     """Every tensor of the file."""
     own, found = model.config, dict[str, Tensor]()
@@ -445,44 +489,8 @@ def stored_weights(model: PreTrainedModel, architecture: str) -> dict[str, Tenso
             continue
         if architecture in _ONE_ADDED and name.endswith("norm.weight") and "linear_attn.norm" not in name:
             weight = weight + 1
-        if name.startswith("model.layers."):
-            layer, part = name.removeprefix("model.layers.").split(".", 1)
-            found |= {f"blk.{layer}.{key}": one for key, one in _layer_parts(architecture, part, weight, own)}
-        else:
-            stem, _, ending = name.rpartition(".")
-            found[f"{_NAMES[stem]}.{ending}"] = weight
+        found |= parts(architecture, name, weight, own)
     for length in ("short", "long"):
         if factors := own.rope_parameters.get(f"{length}_factor"):
             found[f"rope_factors_{length}.weight"] = torch.tensor(factors)
     return found
-
-
-def write(
-    path: Path,
-    model: PreTrainedModel,
-    architecture: str,
-    kind: str = "F32",
-    *,
-    keys: Mapping[str, Any] | None = None,
-    further: Mapping[str, Tensor | None] | None = None,
-) -> Path:
-    """Write ``model``; ``kind`` is the type of matrices whose rows are whole blocks.
-
-    ``keys`` and ``further`` tensors are put in as well; those that are ``None`` are left out.
-    """
-    writer = GGUFWriter(path, architecture)
-    for key, value in {**keys_of(architecture, model.config), **(keys or {})}.items():
-        if value is not None:
-            add_value(writer, f"{architecture}.{key}", value)
-    for name, weight in {**stored_weights(model, architecture), **(further or {})}.items():
-        if weight is None:
-            continue
-        data = np.ascontiguousarray(weight.float().numpy())
-        is_plain = kind == "F32" or weight.dim() != 2 or weight.shape[1] % 32 or "ffn_gate_inp" in name
-        own = GGMLQuantizationType["F32" if is_plain else kind]
-        writer.add_tensor(name, quantize(data, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

@@ -1,7 +1,7 @@
 """GGUF files of tiny random models, written with the ``gguf`` package as llama.cpp's converter would."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,9 @@ from transformers import (
 )
 
 from tests.conftest import CHAT_TEMPLATE
+from tests.models.gguf.converted import SHAPE, VOCAB, keys_of, parts, stored_weights
 from volley.models.checkpoints.gguf_drafter import add_value
 
-VOCAB = 272
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 FAMILIES: dict[str, Callable[..., Any]] = {
     "llama": lambda **changes: LlamaConfig(**{**SHAPE, **changes}),
     "qwen2": lambda **changes: Qwen2Config(**{**SHAPE, **changes}),
@@ -64,8 +51,12 @@ HALVES = {
     "Q2_K": (80, 82),
     "IQ4_XS": (0,),
     "IQ4_NL": (0,),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "IQ1_M": (),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
 }
-"""Where the fp16 numbers of a block lie, of types that the package cannot quantise to."""
+"""Offsets of a block's fp16 numbers, of types that the package cannot quantise to."""
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -78,88 +69,38 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def bpe_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few merges, the chat's markers, and a chat template."""
-    specials, words = (
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"],
-        [f"the then {n}\n" for n in range(99)],
-    )
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    specials: list[str],
+    splits: pre_tokenizers.PreTokenizer,
+    **named: str,
+) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE, with a chat template. ``named`` are the roles of special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = splits, decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=specials, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(words, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def stored_name(name: str) -> str:
-    """GGUF's name of a weight of transformers'."""
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.experts.down_proj": "ffn_down_exps",
-    }
-    if name.endswith("experts.down_proj"):
-        name += ".weight"
-    stem, _, ending = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{names[part]}.{ending}"
-    return f"{names[stem]}.{ending}"
-
-
-def row_order(rows: int, heads: int) -> list[int]:
-    """Row 2i of a head is row i of its first half, row 2i + 1 row i of its second: how files of Llama store queries and keys."""
-    size = rows // heads
-    return [head * size + half * (size // 2) + i for head in range(heads) for i in range(size // 2) for half in (0, 1)]
-
-
-def heads_of(config: Any, family: str, name: str) -> int | None:
-    """Heads of the weight ``name`` if its rows are stored in another order."""
-    if family != "llama":
-        return None
-    return config.num_attention_heads if "q_proj" in name else config.num_key_value_heads if "k_proj" in name else None
-
-
-def stored_weights(model: PreTrainedModel, family: str) -> dict[str, NDArray[Any]]:
-    """Every weight in fp32, by GGUF's names and in its order."""
-    config, found = model.config, dict[str, NDArray[Any]]()
-    for name, tensor in model.state_dict().items():
-        weight = tensor.float().numpy()
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if name.endswith("experts.gate_up_proj"):
-            layer, half = name.split(".")[2], weight.shape[1] // 2
-            found[f"blk.{layer}.ffn_gate_exps.weight"] = weight[:, :half]
-            found[f"blk.{layer}.ffn_up_exps.weight"] = weight[:, half:]
-            continue
-        heads = heads_of(config, family, name)
-        found[stored_name(name)] = weight if heads is None else weight[row_order(len(weight), heads)]
-    return found
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges, the chat's markers, and a chat template."""
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+    words = [f"the then {n}\n" for n in range(99)]
+    splits = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return train_bpe(words, VOCAB, specials, splits, eos_token="<|im_end|>")
 
 
 def fill(model: PreTrainedModel, family: str, stored: Mapping[str, Tensor]) -> None:
     """Give ``model`` the weights of a file, one row at a time where their order differs."""
     for name, weight in model.state_dict().items():
-        found, heads = stored[stored_name(name)], heads_of(model.config, family, name)
-        for row, place in enumerate(row_order(len(found), heads) if heads else range(len(found))):
-            weight[place] = found[row]
+        ((key, order),) = parts(family, name, torch.arange(len(weight)), model.config).items()
+        for row, place in enumerate(order.tolist()):
+            weight[place] = stored[key][row]
 
 
 def random_blocks(shape: tuple[int, ...], kind: str, generator: np.random.Generator) -> NDArray[np.uint8]:
@@ -167,13 +108,17 @@ def random_blocks(shape: tuple[int, ...], kind: str, generator: np.random.Genera
     columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rows = generator.integers(0, 256, (*shape[:-1], shape[-1] // columns * size), dtype=np.uint8)
     blocks = rows.reshape(-1, size)
+    if kind == "TQ2_0":  # its pairs of bits are three digits
+        blocks[:, :64] &= ~(blocks[:, :64] >> 1 & blocks[:, :64] & 0x55)
+    if kind == "IQ1_M":  # its scale lies in the last four bits of four numbers
+        blocks[:, 49::2] = blocks[:, 49::2] & 0x0F | np.array([0, 0x80, 0x60, 0], np.uint8)
     for place in HALVES[kind]:
         small = generator.uniform(0.5e-4, 1.5e-4, (len(blocks), 1)).astype(np.float16)
         blocks[:, place : place + 2] = small.view(np.uint8)
     return rows
 
 
-def encode(name: str, weight: NDArray[Any], kind: str, generator: np.random.Generator) -> NDArray[Any]:
+def encode(weight: NDArray[Any], kind: str, generator: np.random.Generator) -> NDArray[Any]:
     """``weight`` as ``kind``; norms and biases stay in fp32."""
     if weight.ndim < 2 or kind == "F32":
         return np.ascontiguousarray(weight, dtype=np.float32)
@@ -192,41 +137,26 @@ def write_model(
     tokenizer: PreTrainedTokenizerBase | None = None,
     split: str = "gpt-2",
     keys: Mapping[str, Any] | None = None,
-    extra: Mapping[str, NDArray[Any]] | None = None,
+    extra: Mapping[str, Tensor | None] | None = None,
     tensors_a_part: int = 0,
 ) -> Path:
-    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` change or (``None``) leave out keys of the family.
+    """Write ``model``; ``kind`` may depend on the tensor's name, ``keys`` and ``extra`` change or (``None``) leave out keys and
+    tensors of the family.
 
     With ``tensors_a_part`` the first of several parts is returned.
     """
-    config, writer = model.config, GGUFWriter(path, family, split_max_tensors=tensors_a_part)
-    rope = config.rope_parameters
-    values = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": getattr(config, "head_dim", None),
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": rope["rope_theta"],
-        "expert_count": getattr(config, "num_experts", None),
-        "expert_used_count": getattr(config, "num_experts_per_tok", None),
-        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
-        **(keys or {}),
-    }
-    for key, value in values.items():
+    writer = GGUFWriter(path, family, split_max_tensors=tensors_a_part)
+    for key, value in {**keys_of(family, model.config), **(keys or {})}.items():
         if value is not None:
             add_value(writer, key if key.startswith("split.") else f"{family}.{key}", value)
     generator = np.random.default_rng(0)
-    for name, weight in stored_weights(model, family).items():
-        chosen = kind if isinstance(kind, str) else kind(name)
-        plain = weight.ndim < 2 or chosen == "F32"
-        data = encode(name, weight, chosen, generator)
+    for name, weight in {**stored_weights(model, family), **(extra or {})}.items():
+        if weight is None:
+            continue
+        chosen = kind(name) if callable(kind) else "F32" if name in (extra or {}) else kind
+        plain = weight.dim() < 2 or chosen == "F32"
+        data = encode(weight.float().numpy(), chosen, generator)
         writer.add_tensor(name, data, raw_dtype=None if plain else GGMLQuantizationType[chosen])
-    for name, weight in (extra or {}).items():
-        writer.add_tensor(name, weight)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, split)
     writer.write_header_to_file()
@@ -234,6 +164,27 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
+
+
+def write_matrices(
+    path: Path,
+    model: PreTrainedModel,
+    family: str,
+    kind: str | Callable[[str], str],
+    *,
+    extra: Mapping[str, Tensor | None] | None = None,
+) -> Path:
+    """Write ``model`` with the type ``kind``, which may depend on the tensor's name, for matrices whose rows are whole blocks,
+    those of experts included."""
+    weights = {**stored_weights(model, family), **(extra or {})}
+
+    def kind_of(name: str) -> str:
+        chosen, weight = kind if isinstance(kind, str) else kind(name), weights[name]
+        assert weight is not None
+        is_plain = weight.dim() < 2 or weight.shape[-1] % gguf.GGML_QUANT_SIZES[GGMLQuantizationType[chosen]][0]
+        return "F32" if is_plain or "ffn_gate_inp" in name or name.endswith(".bias") else chosen
+
+    return write_model(path, model, family, kind_of, extra=extra)
 
 
 def add_tokenizer(

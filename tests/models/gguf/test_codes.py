@@ -5,7 +5,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from volley.models.layers.fused import FusedLayer
 from volley.models.layers.residency import MappedFiles
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
-from volley.native.formats import STORED
+from volley.weights import OF_FILES, STORED
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
 MIXED = "Q4_K and Q6_K"
@@ -55,10 +54,6 @@ def test_codes_are_chosen_by_the_type_of_most_weights(tmp_path: Path, kind: str,
     assert codes_for(GGUFFile(write(tmp_path, kind))) == codes
 
 
-def test_experts_stay_bf16(tmp_path: Path) -> None:
-    assert codes_for(GGUFFile(write(tmp_path, "Q8_0", "qwen3moe"))) == "bf16"
-
-
 def products(target: Target) -> dict[str, Product]:
     """The products that a target consists of, by GGUF's name of the first of their weights."""
     found: dict[str, Product] = {}
@@ -73,7 +68,7 @@ def products(target: Target) -> dict[str, Product]:
 
 
 def numbers(path: Path, name: str, target: Target) -> Tensor:
-    """What the file says the weights of a product are, in fp32."""
+    """Return the file's weights of a product, in fp32."""
     file, stem = GGUFFile(path), name.removesuffix(".weight")
     if name not in file.names:
         return file.dense("token_embd.weight")
@@ -96,13 +91,16 @@ SAID = {
     "IQ4_NL": "int4 by a table, groups of 32",
     "IQ4_XS": "int4 by a table, groups of 32",
     "MXFP4": "int4 by a table, groups of 32",
+    **dict.fromkeys(("IQ3_XXS", "IQ3_S"), "int4 by a table, groups of 32"),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"), "int3 by a table, groups of 16"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), "int2, groups of 32"),
 }
 
 
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("qwen3", True)])
-@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("kind", OF_FILES)
 def test_products_have_the_numbers_of_the_file(
     tmp_path: Path, family: str, tied: bool, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +111,7 @@ def test_products_have_the_numbers_of_the_file(
     assert "rounded" not in caplog.text
     for name, product in products(target).items():
         (found,) = product.codes()
-        assert found.format == STORED[kind]
+        assert found.format == OF_FILES[kind]
         assert torch.equal(found.dense(), numbers(path, name, target)), name
     tokens, file = torch.tensor([3, 271, 3, 40]), GGUFFile(path)
     assert target.model.get_input_embeddings().weight.device.type == "meta", "rows are looked up in codes"
@@ -124,7 +122,51 @@ def test_products_have_the_numbers_of_the_file(
         sum(prod(file.shape(name)) for name in matrices),
         sum(file.place(name)[1] for name in matrices),
     )
-    assert stored <= weight_bytes(target.model) - others <= stored + numbers_of_them * 0.5 / 8
+    held = weight_bytes(target.model) - others
+    if kind in STORED:
+        assert stored <= held <= stored + numbers_of_them * 0.5 / 8
+    else:
+        assert held == numbers_of_them * OF_FILES[kind].held_bits / 8
+
+
+GRIDS = {
+    "attn_q": "IQ2_XS",
+    "attn_k": "IQ2_S",
+    "attn_v": "Q4_K",
+    "attn_output": "IQ3_S",
+    "ffn_gate": "IQ1_S",
+    "ffn_up": "IQ2_XXS",
+    "ffn_down": "IQ3_XXS",
+    "token_embd": "TQ2_0",
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [False, True])
+def test_types_of_fewer_bits_keep_their_numbers(tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As in IQ2_M, whose tensors have several of these types."""
+
+    def of_tensor(name: str) -> str:
+        return next((kind for part, kind in GRIDS.items() if part in name), "IQ1_M")
+
+    model = random_model("llama", **{**WIDE, "tie_word_embeddings": tied})
+    path = write_model(tmp_path / "model.gguf", model, "llama", of_tensor, tokenizer=bpe_tokenizer())
+    assert codes_for(GGUFFile(path)) == "int4"
+    with caplog.at_level(logging.WARNING, "volley"):
+        target = Target.from_pretrained(path)
+    assert "IQ2_S and IQ2_XS and IQ2_XXS exact in int3 by a table, groups of 16" in caplog.text.replace(
+        "IQ1_S and ", ""
+    )
+    assert "rounded" not in caplog.text
+    found = products(target)
+    assert [of.name for of in found["blk.1.attn_q.weight"].formats] == ["IQ2", "Q4_K"]
+    for name, product in found.items():
+        dense = torch.cat([codes.dense() for codes in product.codes()])
+        assert torch.equal(dense, numbers(path, name, target)), name
+    tokens = torch.tensor([3, 271, 3, 40])
+    assert torch.equal(target.embed(tokens), GGUFFile(path).dense("token_embd.weight")[tokens].bfloat16())
+    decoded = load_model(path, torch.bfloat16)
+    assert target_fingerprint(target.model) == target_fingerprint(decoded)
 
 
 MANY = {"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_gate": "Q4_K", "ffn_up": "Q6_K", "ffn_down": "Q3_K"}
@@ -191,7 +233,7 @@ def test_other_types_in_such_a_file_are_rounded_to_eight_bits(
     ],
 )
 def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weights: Weights, said: str) -> None:
-    """Of more bits than the file's, its own serve."""
+    """A format with more bits than the file's keeps the file's own."""
     path = write(tmp_path, kind)
     assert describe(GGUFFile(path), weights) == said
     target = Target.from_pretrained(path, weights=weights)
@@ -200,7 +242,7 @@ def test_codes_of_another_kind_may_be_asked_for(tmp_path: Path, kind: str, weigh
 
 
 def test_taps_of_convolutions_are_no_matrices(tmp_path: Path) -> None:
-    extra = {"blk.0.shortconv.conv.weight": np.zeros((256, 3), np.float32)}
+    extra = {"blk.0.shortconv.conv.weight": torch.zeros(256, 3)}
     path = write_model(tmp_path / "model.gguf", random_model("llama", **WIDE), "llama", "Q4_0", extra=extra)
     assert describe(GGUFFile(path), "int4") == "Q4_0 exact in int4, groups of 32"
 
@@ -221,25 +263,30 @@ def test_what_is_rounded_is_the_decoded_model(tmp_path: Path, family: str, tied:
         )
 
 
-@pytest.mark.slow
-@needs_kernels
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", MIXED])
-def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:
-    target, params = Target.from_pretrained(write(tmp_path, kind, "qwen3")), SamplingParams(max_tokens=40)
+def check_drafts_change_nothing(target: Target, max_tokens: int) -> None:
+    """Greedy answers with prompt lookup and with a drafter are those of plain decoding."""
+    params = SamplingParams(max_tokens=max_tokens)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     drafter = random_drafter(
         **sizes, num_key_value_heads=2, vocab_size=VOCAB, num_target_layers=2, target_layer_ids=(0, 1)
     )
     prompts = [PROMPT * 3, PROMPT[:20], PROMPT]
-    (expected, *rest) = (
+    expected, *rest = (
         [result.token_ids for result in engine.generate(prompts, params)]
         for engine in (
-            Engine(target, policy="fixed:1", max_running=1),
+            Engine(target, policy="fixed:1", max_running=1, exact=True),
             Engine(target, policy="goodput"),
             Engine(target, drafter.to(torch.bfloat16), policy="fixed", exact=True),
         )
     )
     assert rest == [expected, expected]
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", MIXED])
+def test_greedy_answers_are_those_of_plain_decoding(tmp_path: Path, kind: str) -> None:
+    check_drafts_change_nothing(Target.from_pretrained(write(tmp_path, kind, "qwen3")), 40)
 
 
 @needs_kernels
@@ -306,7 +353,7 @@ def test_the_decoded_model_is_never_in_memory_whole(tmp_path: Path) -> None:
         sizes.append(sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta"))
 
     accelerate(model, "int8", release=True, fill=fill)
-    assert len(sizes) == 8 + 1  # the layers, and the rest; of the head its codes are read alone
+    assert len(sizes) == 8 + 2  # the layers, and the rest, twice; of the head its codes are read alone
     assert 0 < max(sizes) < 0.1 * layer  # of the layers too, so only norms are decoded
 
 

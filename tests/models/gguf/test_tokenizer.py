@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer
-from tests.models.gguf.files import add_tokenizer, bpe_tokenizer
+from tests.conftest import byte_tokenizer
+from tests.models.gguf.files import add_tokenizer, bpe_tokenizer, train_bpe
 from volley.chat import own_template
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import GGUFFile
@@ -139,15 +139,10 @@ def published_splits(split: str) -> pre_tokenizers.PreTokenizer:
 
 def trained_tokenizer(split: str) -> PreTrainedTokenizerFast:
     """Byte-level BPE that has merged Chinese, with special tokens of other characters than those that stand for bytes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = published_splits(split)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=DEEPSEEK, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator([text for text in LANGUAGES if "<" not in text] * 3, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=DEEPSEEK[0], eos_token=DEEPSEEK[1])
+    texts = [text for text in LANGUAGES if "<" not in text] * 3
+    names = {"bos_token": DEEPSEEK[0], "eos_token": DEEPSEEK[1]}
+    fast = train_bpe(texts, 420, DEEPSEEK, published_splits(split), **names)
     fast.add_tokens(["<think>"])
-    fast.chat_template = CHAT_TEMPLATE
     return fast
 
 

@@ -72,6 +72,7 @@ def test_scales_are_found_by_trying() -> None:
     found = [scale_of(kind(20, 8).bfloat16()) for kind in (nn.Embedding, Scaled, Normed)]
     assert [None if scale is None else float(scale) for scale in found] == [1.0, 3.5, None]
     assert scale_of(nn.Linear(8, 20)) is None
+    assert scale_of(nn.Embedding(20, 8, padding_idx=19)) == 1, "a padding row may have any number"
     replaced = nn.Embedding(20, 8)
     replaced.forward = lambda input: input  # type: ignore[method-assign]
     assert scale_of(replaced) is None

@@ -8,11 +8,18 @@ import torch
 import transformers as tf
 from torch import nn
 
+from tests.memory import rows
 from tests.models.families import JOINED, MORE, OTHERS
 from tests.tiny import eager_model, greedy, make_pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
+from volley.models.layers import joined
 from volley.models.layers.joined import JoinedLayer, join_layers
 from volley.models.targets.target import Target
+
+
+@pytest.fixture(autouse=True)
+def _rows_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "row_operations", lambda: rows)
 
 
 def model_of(config: Any) -> tf.PreTrainedModel:
@@ -63,11 +70,11 @@ def test_nothing_is_held_twice() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_joined_drafter_drafts_the_same(biased: bool) -> None:
     pair = make_pair(drafter={"attention_bias": biased})
-    joined = random_drafter(1, attention_bias=biased)
-    joined.join()
+    drafter = random_drafter(1, attention_bias=biased)
+    drafter.join()
     prompts, params = random_prompts(3, seed=1), SamplingParams(max_tokens=16)
     answers = []
-    for drafter in (pair.drafter, joined):
-        engine = Engine(pair.target, drafter, policy="fixed", num_pages=60)
+    for own in (pair.drafter, drafter):
+        engine = Engine(pair.target, own, policy="fixed", num_pages=60)
         answers.append([(r.token_ids, r.stats.accepted_lengths) for r in engine.generate(prompts, params)])
     assert answers[0] == answers[1]

@@ -98,9 +98,9 @@ def size(folder: Path) -> int:
 
 
 SLACK = 80 * 2**20
-"""What threads, buffers of a pass and the one weight that is being converted take beside the model."""
+"""Memory of threads, buffers of a pass and the one weight that is being converted, beside the model."""
 SHARES = {"bf16": 1.0, "int8": 0.5, "int4": 0.29}
-"""Of the bytes of bf16 weights."""
+"""Shares of the bytes of bf16 weights."""
 HEAD = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 2
 
 

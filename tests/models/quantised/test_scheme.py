@@ -230,6 +230,7 @@ def test_inspecting_a_target_says_how_it_is_quantised(tmp_path: Path, monkeypatc
     assert found.title == "a target of type qwen3"
     assert found.facts == {
         "shape": "4 layers, hidden size 128, 50 tokens",
+        "drafts by default": "prompt lookup",
         "quantised by": "compressed-tensors",
         "its weights": "8-bit int, a scale a channel; decoded when loaded",
         "its inputs": "8-bit int, a scale a token, found anew; rounded so in every pass",
@@ -242,7 +243,7 @@ def test_inspecting_a_target_says_how_it_is_quantised(tmp_path: Path, monkeypatc
     assert [problem.split(tmp_path.name)[1] for problem in diagnose(tmp_path / "plain").problems] == [
         "/plain has no tokenizer files; put the target's tokenizer files there"
     ]
-    assert list(diagnose(tmp_path / "plain").facts) == ["shape"]
+    assert list(diagnose(tmp_path / "plain").facts) == ["shape", "drafts by default"]
     made.edit_config(tmp_path / "plain", quantization_config={"quant_method": "hqq"})
     assert "does not load" in diagnose(tmp_path / "plain").problems[0]
 

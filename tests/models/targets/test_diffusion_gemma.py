@@ -28,7 +28,7 @@ from tests.diffusion_gemma import (
 from tests.memory.reference import reference_attention
 from tests.tiny import random_drafter
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.decode.sampling import logprobs_of
+from volley.decode.sampling import scores_of
 from volley.errors import InputError, MismatchError
 from volley.memory.attention import paged_attention, visible_mask
 from volley.memory.batch import RaggedBatch, Segment
@@ -175,7 +175,7 @@ def test_one_pass_gives_the_logits_of_encoder_and_decoder(
 
 
 def dense_mask(length: int, canvas: int, window: int) -> Tensor:
-    """What vLLM's account of the model draws: a causal band of ``window`` keys, and ``2 · window + 1`` keys around a canvas's."""
+    """Return the masks of vLLM's account: a causal band of ``window`` keys, and ``2 · window + 1`` keys around a canvas's."""
     end = length + canvas
     rows = [
         [(j <= i and i - j < window) if i < length else abs(i - j) <= window for j in range(end)] for i in range(end)
@@ -280,7 +280,7 @@ def test_penalties_are_of_the_canvases_before(target: DiffusionGemma) -> None:
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
 def test_truncation_is_of_the_candidates(target: DiffusionGemma, narrow: dict[str, Any]) -> None:
-    """Where one is left it is the best, as at temperature 0."""
+    """If one candidate is left it is the best, as at temperature 0."""
     best = answer(target, [5, 6, 7], temperature=0.0)
     assert answer(target, [5, 6, 7], **narrow) == best != answer(target, [5, 6, 7])
 
@@ -300,10 +300,10 @@ def test_log_probabilities_are_computed_once_a_canvas(target: DiffusionGemma, mo
 
     def counted(rows: Tensor, *rest: Any) -> Any:
         asked.append(len(rows))
-        return logprobs_of(rows, *rest)
+        return scores_of(rows, *rest)
 
     monkeypatch.setattr(whole, "denoise", seen)
-    monkeypatch.setattr(denoising, "logprobs_of", counted)
+    monkeypatch.setattr(denoising, "scores_of", counted)
     params = replace(settings()[0], seed=3, logprobs=True, top_logprobs=2, logit_bias=((7, 5.0),), top_k=20)
     (result,) = engine.generate([[5, 6, 7]], params)
     assert asked == [CANVAS] * 3

@@ -1,4 +1,4 @@
-"""Where models come from, and where their weights go."""
+"""Places that models come from, and places that their weights go to."""
 
 import json
 from contextlib import nullcontext

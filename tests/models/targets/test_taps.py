@@ -67,7 +67,7 @@ def test_an_engine_takes_its_hooks_with_it() -> None:
     engine = Engine(target, drafter, num_pages=4)
     layer = decoder_layers(target.model)[0]
     assert len(layer._forward_hooks) == 1
-    gone = weakref.ref(engine.runner)
+    gone = weakref.ref(engine.core.runner)
     del engine
     gc.collect()
     assert gone() is None

@@ -1,4 +1,4 @@
-"""Apply norms, rotation and activation to a decoder layer's rows, one launch each. The reference is ``memory.rows``."""
+"""Apply norms, rotation and activation to a decoder layer's rows, one launch each."""
 
 import torch
 import triton
@@ -80,6 +80,7 @@ def _gated_silu_kernel(rows, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def add_norm(states: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ``states + update`` and its RMS norm, both ``[T, H]``; without an update the states are returned unchanged."""
     count, size = states.shape
     states, normed = states.contiguous(), torch.empty(states.shape, dtype=states.dtype, device=states.device)
     added = states if update is None else torch.empty_like(states)
@@ -93,6 +94,11 @@ def add_norm(states: Tensor, update: Tensor | None, weight: Tensor, eps: float) 
 def norm_and_turn(
     rows: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: int, eps: float
 ) -> None:
+    """Norm queries and keys by weights ``[d]``, if there are any, and apply the rotary embedding; in place.
+
+    ``rows [T, heads + 2 · shared, d]`` are ``heads`` queries, then ``shared`` keys and as many values. ``cos`` and ``sin``:
+    ``[T, d]``.
+    """
     count, all_heads, dim = rows.shape
     grid = (count, heads + (all_heads - heads) // 2)
     tensors = (rows, *(norms or (rows, rows)), cos.contiguous(), sin.contiguous())
@@ -101,6 +107,7 @@ def norm_and_turn(
 
 
 def gated_silu(rows: Tensor) -> Tensor:
+    """Return ``silu(gate) · up`` ``[T, I]`` for ``rows [T, 2 · I]``, gates first."""
     count, size = rows.shape[0], rows.shape[1] // 2
     output = torch.empty(count, size, dtype=rows.dtype, device=rows.device)
     grid = (count, triton.cdiv(size, _BLOCK))

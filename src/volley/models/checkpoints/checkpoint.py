@@ -20,7 +20,7 @@ _IGNORED_KEYS = {
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 _DFLASH_KEYS = {"mask_token_id", "target_layer_ids", "block_size", "use_swa", "swa_window_size"}
-HEADS = ("residual", "markov", "dspark", "gated", "rnn", "selector", "domino")
+HEADS = ("residual", "markov", "dspark", "selector", "domino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class HeadConfig:
     """Sequential head (``heads.py``); in ``config.json`` the object ``head``."""
 
     type: str
-    """``residual``; ``markov``: residual without the context; ``dspark``: a Markov head as two tables; ``gated`` and ``rnn``:
-    dspark with a gate or a state; ``selector``: DFlash 2; ``domino`` (``domino.py``)."""
+    """``residual``; ``markov``: residual without the context; ``dspark``: a Markov head as two tables;
+    ``selector``: DFlash 2; ``domino`` (``domino.py``)."""
     rank: int
     candidates: int = 32
     """Number of candidate tokens of each position in trees; in chains too for DFlash 2's selector."""
@@ -248,7 +248,6 @@ class DrafterConfig:
         parts = [
             (self.head is not None and self.head.type == "selector", "DFlash 2's selector"),
             (self.head is not None and self.head.type == "domino", "Domino's head"),
-            (self.head is not None and self.head.type in ("gated", "rnn"), "DSpark's head with a gate or a state"),
             (self.conv_kernel_size is not None, "DFlash 2's convolutions"),
             (bool(self.causal_layers), "causal blocks"),
             (self.eagle is not None, "EAGLE-3's layer"),

@@ -16,14 +16,11 @@ SELECTOR_KEYS = ("selector_rank", "selector_top_k")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 ANCHOR_KEYS = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
 """Keys that let every position predict the next token, so that the anchor's own position drafts the first token."""
-_GATES = [f"{name}_proj.{part}" for name in ("gate", "joint") for part in ("weight", "bias")]
-_MARKOV_HEADS = {"vanilla": "dspark", "gated": "gated", "rnn": "rnn"}
 _TENSORS = {
     "candidate_selector.predecessor_codebook": "head.predecessor_codebook",
     "candidate_selector.successor_codebook": "head.successor_codebook",
     "candidate_selector.hidden_projection.weight": "head.context.weight",
     **{f"markov_head.markov_{name}.weight": f"head.markov_{name}.weight" for name in ("w1", "w2")},
-    **{f"markov_head.{name}": f"head.{name}" for name in _GATES},
 }
 _HEAD_KEYS = {
     "projector_type", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
@@ -42,9 +39,9 @@ def markov_head(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if rank == 0 and not isinstance(rank, bool):
         return None
     kind = raw.get("markov_head_type", "vanilla")
-    if kind not in _MARKOV_HEADS:
-        raise ConfigError(f"markov_head_type is {kind!r}; volley reads 'vanilla', 'gated' and 'rnn'")
-    return {"type": _MARKOV_HEADS[kind], "rank": rank}
+    if kind != "vanilla":
+        raise ConfigError(f"markov_head_type is {kind!r}; volley reads 'vanilla'")
+    return {"type": "dspark", "rank": rank}
 
 
 def drafts_from_anchor(raw: Mapping[str, Any]) -> bool | None:

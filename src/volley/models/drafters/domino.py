@@ -1,19 +1,18 @@
-"""Recurrent heads, which correct a position's logits by a state that has read all tokens of the block before it.
+"""Domino's head, which corrects a position's logits by a state that has read all tokens of the block before it.
 
-Domino: a GRU reads the embeddings of the anchor and of the tokens drafted so far. Its state g and the position's state h add
-``W2·silu(W1·[h; g])`` to the logits. DSpark's recurrent head reads rows of a table, and its state depends on h, too. The
-correction depends on more than the previous token. So a draft is made token by token, and there are no trees.
+A GRU reads the embeddings of the anchor and of the tokens drafted so far. Its state g and the position's state h add
+``W2·silu(W1·[h; g])`` to the logits. The correction depends on more than the previous token. So a draft is made token by token,
+and there are no trees.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from volley.errors import ConfigError
 from volley.memory.upload import upload_indices
-from volley.models.drafters.heads import MarkovTables, Projection
+from volley.models.drafters.heads import Projection
 
 
 class DominoHead(nn.Module):
@@ -40,33 +39,12 @@ class DominoHead(nn.Module):
         return after, self.embed_proj(torch.cat([hidden, after], dim=-1))
 
 
-class RecurrentMarkovTables(MarkovTables):
-    """DSpark's recurrent head, of rank r: with ``[g; c; o] = J·[s; W1_c; h]`` the logit of token j grows by ``tanh(o) · W2_j``,
-    and the state s becomes ``sigmoid(g) ∘ s + (1 − sigmoid(g)) ∘ tanh(c)``.
-    """
-
-    uncorrected = 0
-
-    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, rank)
-        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
-
-    @property
-    def state_size(self) -> int:
-        return self.markov_w1.embedding_dim
-
-    def step(self, embeddings: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance like :meth:`DominoHead.step`, with ``embeddings [n, r]`` from ``markov_w1``."""
-        gate, candidate, output = self.joint_proj(torch.cat([state, embeddings, hidden], dim=-1)).chunk(3, dim=-1)
-        return torch.lerp(candidate.tanh(), state, gate.sigmoid()), linear(output.tanh(), self.markov_w2.weight)
-
-
 class BoundRecurrent:
-    """Recurrent head with the embeddings that it reads."""
+    """Domino's head with the embeddings that it reads."""
 
     pairwise = False
 
-    def __init__(self, head: DominoHead | RecurrentMarkovTables, embed: Projection, drafted: Tensor | None) -> None:
+    def __init__(self, head: DominoHead, embed: Projection, drafted: Tensor | None) -> None:
         """Bind a head to ``embed``, which gives its inputs ``[T, E]``; ``drafted [N]`` are the tokens of a reduced vocabulary."""
         self.head, self.embed, self.drafted = head, embed, drafted
 

@@ -1,5 +1,6 @@
 """Drafter bound to its K/V store and its target's embedding and head, for volley's engine and other engines."""
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from volley import native
 from volley.errors import ConfigError, MismatchError
+from volley.files import published_drafter
 from volley.memory.attention import Attention, AttentionOptions
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_store import KVStore
 from volley.memory.native_attention import native_attention
-from volley.models.drafters.domino import BoundRecurrent, DominoHead, RecurrentMarkovTables
+from volley.models.drafters.domino import BoundRecurrent, DominoHead
 from volley.models.drafters.drafter import Attend, Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
@@ -25,8 +27,11 @@ from volley.models.drafters.inject import Injection, join_kv
 from volley.models.layers.fused import FusedDecoder
 from volley.models.layers.products import choose_draft_weights
 from volley.models.layers.residency import giving_back
-from volley.models.targets.target import Target
+from volley.models.targets.loading import load_config
+from volley.models.targets.target import Target, reading_target
 from volley.native import WantedDraftWeights
+
+log = logging.getLogger("volley")
 
 Inject = Callable[[Tensor, Tensor, slice | Tensor], None]
 """Write the drafter's K/V of tokens: ``inject(features [T, F], positions [T], kv_slots [T])``."""
@@ -55,6 +60,8 @@ class DraftModel:
         self._compiled = CompiledDrafter(drafter) if compiled else None
         self.drafter, self.store, self.embed, self.head = drafter, store, embed, head
         self.window, self.windows = window, drafter.windows(window)
+        self.block_size = config.block_size
+        """Largest block that it drafts, anchor included."""
         self.taps = config.target_layer_ids
         """Layers of the target whose states the drafter reads."""
         self._attention = attention
@@ -68,8 +75,6 @@ class DraftModel:
         drafter, config, embed, head = self.drafter, self.drafter.config, self.embed, self.head
         if isinstance(drafter.head, DominoHead):
             self.bound_head = BoundRecurrent(drafter.head, lambda ids: drafter.embed(ids, embed), drafter.drafted)
-        elif isinstance(drafter.head, RecurrentMarkovTables):
-            self.bound_head = BoundRecurrent(drafter.head, drafter.head.markov_w1, drafter.drafted)
         elif drafter.head is not None and config.head is not None:
             self.bound_head = BoundHead(
                 *(drafter.head, config.head.candidates, embed, head, config.vocab_size, drafter.drafted),
@@ -233,6 +238,20 @@ def load_drafter(
         if not compiled:
             drafter.fuse(kind, None if kind == "bf16" else head, release=True)
     return drafter
+
+
+def bundled_drafter(target: str | Path | Target) -> str | None:
+    """Return the name of the bundled drafter of ``target``, a model in memory or the place of its files, if there is one."""
+    if isinstance(target, Target):
+        config = target.model.config
+    else:
+        with reading_target(target):
+            config = load_config(target)
+    text = config.get_text_config()
+    name = published_drafter(*(getattr(text, own, 0) for own in ("hidden_size", "vocab_size", "num_hidden_layers")))
+    if name is not None:
+        log.warning("the bundled drafter %s drafts; 'none' in its place drafts by prompt lookup alone", name)
+    return name
 
 
 def check_pair(drafter: Drafter, target: Target) -> None:

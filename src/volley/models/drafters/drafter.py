@@ -12,8 +12,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from volley.errors import CheckpointError, ConfigError
 from volley.files import weight_files, write_atomically
@@ -22,11 +20,10 @@ from volley.memory.attention import AttentionOptions
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
 from volley.models.checkpoints.formats import drafter_folder, read_checkpoint
 from volley.models.drafters.convolution import BlockConvolution
-from volley.models.drafters.domino import DominoHead, RecurrentMarkovTables
+from volley.models.drafters.domino import DominoHead
 from volley.models.drafters.frequent import FrequentHead
 from volley.models.drafters.heads import (
     ConfidenceHead,
-    GatedMarkovTables,
     MarkovTables,
     Projection,
     ResidualHead,
@@ -55,6 +52,9 @@ class Rotary:
     """Cosines and sines by absolute position, always fp32: rounded frequencies erode acceptance with position."""
 
     def __init__(self, config: DrafterConfig) -> None:
+        from transformers import Qwen3Config  # not needed without a drafter
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
         self.length = config.max_position_embeddings + config.block_size  # a block may begin at the last position
         try:
@@ -191,9 +191,6 @@ def _make_head(config: DrafterConfig) -> SequentialHead | DominoHead | None:
         return Selector(config.hidden_size, config.vocab_size, head.rank)
     if head.type == "dspark":
         return MarkovTables(config.vocab_size, rows, head.rank)
-    if head.type in ("gated", "rnn"):
-        kind = GatedMarkovTables if head.type == "gated" else RecurrentMarkovTables
-        return kind(config.hidden_size, config.vocab_size, rows, head.rank)
     return ResidualHead(config.hidden_size, head.rank, with_context=head.type == "residual")
 
 

@@ -13,15 +13,17 @@ from torch import Tensor
 from volley import native
 from volley.native import Weights
 
-FIRST = 32_768
-"""Number of first token ids that are always drafted."""
+MOST_FIRST = 32_768
+"""Number of first token ids that are always drafted, at most; a third of the vocabulary if that is fewer."""
+LARGE = 49_152
+"""Vocabulary from which on a reduced head is faster."""
 SEEN = 4096
 """Number of other tokens that are drafted."""
 
 
 def pays(head: object) -> bool:
-    """Return whether a reduced ``head`` is faster: if it is packed for a CPU, and has at least twice ``FIRST`` rows."""
-    return isinstance(head, native.Product) and head.outputs >= 2 * FIRST
+    """Return whether a reduced ``head`` is faster: if it is packed for a CPU, and has at least ``LARGE`` rows."""
+    return isinstance(head, native.Product) and head.outputs >= LARGE
 
 
 class FrequentHead:
@@ -36,15 +38,17 @@ class FrequentHead:
     def __init__(self, head: native.Product, weights: Weights, always: Iterable[int] = ()) -> None:
         """Reduce ``head``, its first rows as ``weights`` (shared if it has these); tokens in ``always`` are never replaced."""
         self.vocab_size = head.outputs
+        self.first = first = min(MOST_FIRST, head.outputs // 3 // native.BLOCK * native.BLOCK)
+        """Number of first token ids that are always drafted."""
         self._target = head
         kind = weights if head.inputs % native.GROUP == 0 else "bf16"
         self._shares = head.kind == kind
-        self._first = head.first(FIRST) if self._shares else native.Product(_FirstRows(head), None, kind)
+        self._first = head.first(first) if self._shares else native.Product(_FirstRows(head, first), None, kind)
         self._seen = native.Product.unset(SEEN, head.inputs)
-        self._tokens = torch.arange(FIRST + SEEN)
+        self._tokens = torch.arange(first + SEEN)
         self._places = torch.zeros(head.outputs, dtype=torch.long)
-        self._places[:FIRST] = self._tokens[:FIRST]
-        self._known = bytearray(b"\1" * FIRST + b"\0" * (head.outputs - FIRST))
+        self._places[:first] = self._tokens[:first]
+        self._known = bytearray(b"\1" * first + b"\0" * (head.outputs - first))
         self._kept, self.changes = 0, 0
         self.see(always)
         self._kept, self.changes = self.changes, 0
@@ -57,7 +61,7 @@ class FrequentHead:
     @property
     def tokens(self) -> Tensor:
         """Tokens ``[n]`` that are drafted now, in the order of their rows."""
-        return self._tokens[: FIRST + min(self._kept + self.changes, SEEN)]
+        return self._tokens[: self.first + min(self._kept + self.changes, SEEN)]
 
     @property
     def places(self) -> Tensor:
@@ -82,26 +86,26 @@ class FrequentHead:
         for token in new:
             known[token] = 1
         self._tokens[places], self._places[tokens] = tokens, places
-        self._seen.put(places - FIRST, self.weights(tokens))
+        self._seen.put(places - self.first, self.weights(tokens))
 
     def changed_since(self, changes: int) -> Tensor:
         """Return the rows ``[n]`` that got other tokens since :attr:`changes` had this value."""
         room = SEEN - self._kept
-        return FIRST + self._kept + torch.arange(max(changes, self.changes - room), self.changes) % room
+        return self.first + self._kept + torch.arange(max(changes, self.changes - room), self.changes) % room
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``[R, V]`` of states ``[R, H]``."""
         logits = hidden.new_full((len(hidden), self.vocab_size), -torch.inf)
-        logits[:, :FIRST] = self._first(hidden)
-        if len(seen := self.tokens[FIRST:]):
+        logits[:, : self.first] = self._first(hidden)
+        if len(seen := self.tokens[self.first :]):
             blocks = -(-len(seen) // native.BLOCK)
             logits[:, seen] = self._seen.first(blocks * native.BLOCK)(hidden)[:, : len(seen)]
         return logits
 
 
 class _FirstRows:
-    def __init__(self, head: native.Product) -> None:
-        self._head, self.shape = head, (FIRST, head.inputs)
+    def __init__(self, head: native.Product, first: int) -> None:
+        self._head, self.shape = head, (first, head.inputs)
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self._head[rows]

@@ -6,14 +6,14 @@ of token j, with ``u = silu(P·e_c + A·h)`` and ``O = E·Q``. So a table for ``
 product of two short rows. The head has no tensor of the vocabulary's size.
 
 Without A the correction depends on the previous token alone: a logit bias ``W1_c · W2_j`` with ``W1 = silu(P·e)`` and
-``W2 = E·Q``. This is DSpark's Markov head. Other programs store these two tables (:class:`MarkovTables`) instead of P and Q,
-perhaps with a gate on the first (:class:`GatedMarkovTables`). DFlash 2 stores two tables as well, and multiplies their product
-by the state (:class:`Selector`).
+``W2 = E·Q``. This is DSpark's Markov head. Other programs store these two tables (:class:`MarkovTables`) instead of P and Q.
+DFlash 2 stores two tables as well, and multiplies their product by the state (:class:`Selector`).
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,10 +23,9 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from volley.errors import ConfigError
 from volley.memory.upload import upload_indices, upload_together
-from volley.models.drafters.frequent import FIRST, SEEN, FrequentHead
+from volley.models.drafters.frequent import SEEN, FrequentHead
 from volley.models.layers.accelerate import accelerate
 from volley.native.sampling import Added, Tables, allowed_best, can_choose, draw_after, follow
-from volley.types import Lattice
 
 Projection = Callable[[Tensor], Tensor]
 _TOKENS_AT_ONCE, _COLUMNS_AT_ONCE = 1024, 16
@@ -112,22 +111,6 @@ class MarkovTables(nn.Module):
         return rows
 
 
-class GatedMarkovTables(MarkovTables):
-    """DSpark's gated head: the logit of token j after token c grows by ``(sigmoid(G·[h; W1_c]) ∘ W1_c) · W2_j``."""
-
-    def __init__(self, hidden_size: int, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
-        super().__init__(vocab_size, draft_vocab_size, rank)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank)
-
-    def context(self, hidden: Tensor) -> Tensor:
-        """Return the states' share of the gate."""
-        return linear(hidden, self.gate_proj.weight[:, : hidden.shape[-1]], self.gate_proj.bias)
-
-    def mix(self, rows: Tensor, own: Tensor | None) -> Tensor:
-        assert own is not None, "a gate has a context"
-        return rows * (own + linear(rows, self.gate_proj.weight[:, -rows.shape[-1] :])).sigmoid()
-
-
 class Selector(nn.Module):
     """DFlash 2's candidate selector: the logit of token j after token c grows by ``(A_c ∘ P·h) · B_j``."""
 
@@ -174,6 +157,18 @@ class ConfidenceHead(nn.Module):
 SequentialHead = ResidualHead | MarkovTables | Selector
 
 
+class Lattice(NamedTuple):
+    """Candidates at every position of one block, and each one's logit after every candidate at the position before.
+
+    ``tokens [k, C]`` are distinct within a position. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
+    ``tokens[i, j]`` after ``tokens[i − 1, c]``; at position 0, which follows the anchor, it is equal for all c. The shape is
+    ``[k, 1, C]`` if no position depends on the one before.
+    """
+
+    tokens: NDArray[np.int64]
+    scores: NDArray[np.float32]
+
+
 class BoundHead:
     """Sequential head with the tables made from its target's embedding and head."""
 
@@ -203,7 +198,7 @@ class BoundHead:
             if frequent is not None:
                 self._changes = frequent.changes
                 self.rows, self.outputs = self._entries(frequent.tokens)
-                spare = self.outputs.new_zeros(FIRST + SEEN - size, self.outputs.shape[1])
+                spare = self.outputs.new_zeros(frequent.first + SEEN - size, self.outputs.shape[1])
                 self.rows, self.outputs = torch.cat([self.rows, spare]), torch.cat([self.outputs, spare])
                 return
             self.rows, self.outputs = head.tables(embed, output, vocab_size)
@@ -244,7 +239,7 @@ class BoundHead:
 
         With a frequent head it covers the rows that never change.
         """
-        outputs = self.outputs if self._frequent is None else self.outputs[:FIRST]
+        outputs = self.outputs if self._frequent is None else self.outputs[: self._frequent.first]
         product = nn.Linear(outputs.shape[1], len(outputs), bias=False, device="meta")
         product.weight = nn.Parameter(outputs, requires_grad=False)
         accelerate(product)
@@ -265,7 +260,7 @@ class BoundHead:
             corrected: Tensor = logits[where]
             if self._frequent is None:
                 return corrected + self.product(mixed)  # type: ignore[no-any-return]
-            return self._correct(corrected, mixed, self._frequent.tokens[FIRST:])
+            return self._correct(corrected, mixed, self._frequent.tokens[self._frequent.first :])
 
         return after
 
@@ -273,19 +268,19 @@ class BoundHead:
         """Return :meth:`transitions` with logits ``[n, m]`` of the draft tokens ``[m]``, and these tokens (``None``: all)."""
         if self._frequent is None:
             return self.transitions(hidden, logits, ()), None
-        own, tokens, few = self._context(hidden), *self._drafted_logits(logits)
+        own, tokens, few, first = self._context(hidden), *self._drafted_logits(logits), self._frequent.first
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
             where, mixed = self._mixed(own, rows, token_ids, logits.device)
-            return self._correct(few[where], mixed, slice(FIRST, None))
+            return self._correct(few[where], mixed, slice(first, None))
 
         return after, tokens
 
     def _drafted_logits(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens ``[m]`` that are drafted now, and their logits ``[k, m]`` from ``logits [k, V]``."""
         assert self._frequent is not None
-        tokens = self._frequent.tokens.clone()  # the frequent head changes them in place
-        return tokens, torch.cat([logits[:, :FIRST], logits[:, tokens[FIRST:]]], dim=1)
+        first, tokens = self._frequent.first, self._frequent.tokens.clone()  # the frequent head changes them in place
+        return tokens, torch.cat([logits[:, :first], logits[:, tokens[first:]]], dim=1)
 
     def drawn(
         self, hidden: Tensor, logits: Tensor, anchor: int, uniforms: Sequence[float], temperature: float
@@ -318,8 +313,9 @@ class BoundHead:
     def _correct(self, logits: Tensor, mixed: Tensor, seen: Tensor | slice) -> Tensor:
         """Add the correction in place to logits of the frequent head, whose columns ``seen`` are the tokens seen last."""
         assert self._frequent is not None
-        logits[:, :FIRST] += self.product(mixed)
-        logits[:, seen] += linear(mixed, self.outputs[FIRST : len(self._frequent.tokens)])
+        first = self._frequent.first
+        logits[:, :first] += self.product(mixed)
+        logits[:, seen] += linear(mixed, self.outputs[first : len(self._frequent.tokens)])
         return logits
 
     def chooser(
@@ -354,8 +350,8 @@ class BoundHead:
         if self._frequent is None:
             best, places = logits.index_select(1, drafted).topk(count, dim=-1)
             return best, drafted[places]
-        best, tokens = logits[:, :FIRST].topk(count, dim=-1)
-        seen = drafted[FIRST:]
+        best, tokens = logits[:, : self._frequent.first].topk(count, dim=-1)
+        seen = drafted[self._frequent.first :]
         if len(seen):  # only these columns are gathered: gathering all takes longer than the top-k
             best = torch.cat([best, logits.index_select(1, seen)], dim=1)
             tokens = torch.cat([tokens, seen.expand(len(tokens), -1)], dim=1)
@@ -373,12 +369,15 @@ class BoundHead:
         """
         if logits.device.type != "cpu":
             return self.paired_chains(hidden, logits, anchors, sizes)
-        is_plain = isinstance(self.head, ResidualHead) or type(self.head) is MarkovTables
-        if not is_plain or not can_choose(logits, self.rows, self.outputs):
+        if isinstance(self.head, Selector) or not can_choose(logits, self.rows, self.outputs):
             return self._chains(hidden, logits, anchors, sizes)
         places, own = self._places(torch.tensor(anchors)).tolist(), self._context(hidden)
         tables = Tables(self.rows, self.outputs, own)
-        return follow(logits, tables, places, sizes, self.most, self.drafted, by_place=self._frequent is not None)
+        if self._frequent is None:
+            return follow(logits, tables, places, sizes, self.most, self.drafted)
+        drafted, few = self._drafted_logits(logits)
+        chosen, sure = follow(few, tables, places, sizes, self.most)
+        return drafted[chosen].tolist(), sure
 
     def _chains(
         self, hidden: Tensor, logits: Tensor, anchors: Sequence[int], sizes: Sequence[int]

@@ -93,13 +93,16 @@ def save_pilot(folder: Path, config: PilotConfig, net: nn.Sequential) -> None:
 
 def largest_block(config: DraftingConfig, trained: int, folder: Path | None) -> int:
     """Return the largest block that is drafted by ``config``: the one a drafter was ``trained`` for, a fixed policy's, or the
-    largest that the pilot in the drafter's ``folder`` chooses from."""
+    largest that the pilot in the drafter's ``folder`` chooses from.
+
+    Positions beyond the trained block are masks like all others; their drafts are less accurate (DFlash, Table 7).
+    """
     name, _, named = config.policy.partition(":") if isinstance(config.policy, str) else ("", "", "")
     own = Path(named) if named else folder
     sizes: tuple[int, ...] = ()
     if name == "pilot" and own is not None and (own / CONFIG).exists():
         sizes = PilotConfig.from_json(read_json(own / CONFIG)).block_sizes
-    return max((config.largest_block(trained), *sizes))
+    return max((trained, config.fixed_block, *sizes))
 
 
 def load_pilot(drafter: Drafter, folder: Path | str | None = None) -> tuple[PilotConfig, nn.Sequential]:

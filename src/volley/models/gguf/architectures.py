@@ -1,22 +1,23 @@
-"""Descriptions of the architectures that are read from GGUF files: transformers' classes, keys, and tensors.
+"""Descriptions of the architectures that are read from GGUF files: transformers' names, keys, and tensors.
 
 A description states the differences from Llama. llama.cpp's converter changes some weights: ``changes`` restore their numbers,
 ``rows`` the order of their rows. A reordering of rows leaves quantised blocks intact.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from volley.errors import UnsupportedModelError
 from volley.models.gguf.file import YARN, GGUFFile, Rows
 
-Change = Callable[[Sequence[Tensor], Any], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Change = Callable[[Sequence["Tensor"], Any], "Tensor"]
 """Make a weight from the tensors that it is stored in, given the config."""
 Order = Callable[[Any], Rows]
 """Put the rows of a weight in transformers' order, given the config."""
@@ -49,8 +50,8 @@ def _nothing(_file: GGUFFile) -> Values:
 class Architecture:
     """Description of an architecture: how its files are read."""
 
-    config: str
-    """Names of transformers' classes."""
+    model_type: str
+    """transformers' type of the model, and the name of its class."""
     model: str
     values: Callable[[GGUFFile], Values] = _nothing
     """Values of the config that the architecture adds to the common ones, or replaces."""
@@ -61,17 +62,19 @@ class Architecture:
     """Names of tensors outside of the layers."""
     changes: Mapping[str, Change] = field(default_factory=dict)
     """Functions that make weights, by the end of transformers' name."""
+    whole: Collection[str] = ()
+    """Tensors that hold a weight as it is, which a function makes of several tensors in other files."""
     rows: Mapping[str, Order] = field(default_factory=dict)
     rotates_part: bool = False
     """True if the rotary part of a head may be smaller than the head."""
     unchanging: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values that keys which are not read may have."""
     variant: Callable[[GGUFFile], tuple[str, str] | None] = lambda _file: None
-    """Other names of classes for some files."""
+    """Another type and class for some files."""
 
-    def classes(self, file: GGUFFile) -> tuple[str, str]:
-        """Names of transformers' classes of the config and of the model."""
-        return self.variant(file) or (self.config, self.model)
+    def names_for(self, file: GGUFFile) -> tuple[str, str]:
+        """Return transformers' type and class of the model in ``file``."""
+        return self.variant(file) or (self.model_type, self.model)
 
     @property
     def layer_names(self) -> Mapping[str, str]:
@@ -81,24 +84,26 @@ class Architecture:
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def _as_it_is(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _as_it_is(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     return parts[0]
 
 
-def _less_one(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _less_one(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     """Undo adding one to a norm's weight, which transformers adds in its forward pass."""
     return parts[0] - 1
 
 
-def _side_by_side(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _side_by_side(parts: Sequence["Tensor"], _config: Any = None) -> "Tensor":
+    import torch  # not above: a file's config is read without it
+
     return torch.cat([*parts], dim=1)
 
 
-def _as_row(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _as_row(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     return parts[0].reshape(1, -1)
 
 
-def _as_channels(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _as_channels(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     """Weight of a depthwise convolution."""
     return parts[0].unsqueeze(1)
 
@@ -295,13 +300,15 @@ def _gpt_oss(file: GGUFFile) -> Values:
     }
 
 
-def _alternating(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _alternating(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     """Rows of gate and up, alternating: ``[experts, in, out]``."""
+    import torch
+
     joined = torch.stack([*parts], dim=2).flatten(1, 2)
     return joined.transpose(1, 2) if joined.dim() == 3 else joined
 
 
-def _transposed(parts: Sequence[Tensor], _config: Any) -> Tensor:
+def _transposed(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
     return parts[0].transpose(1, 2)
 
 
@@ -344,8 +351,8 @@ def _delta_net_with_experts(file: GGUFFile) -> Values:
     }
 
 
-def _log_of_negative(parts: Sequence[Tensor], _config: Any) -> Tensor:
-    return torch.log(-parts[0])
+def _log_of_negative(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
+    return (-parts[0]).log()
 
 
 def _grouped(number: Callable[[Any], int] = lambda _config: 1, *, after_keys: bool = False) -> Order:
@@ -370,22 +377,22 @@ def _value_size(config: Any) -> int:
     return int(config.linear_value_head_dim)
 
 
-def _grouped_inputs(parts: Sequence[Tensor], config: Any) -> Tensor:
+def _grouped_inputs(parts: Sequence["Tensor"], config: Any) -> "Tensor":
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
     shared = config.linear_num_value_heads // keys
     (weight,) = parts
     return weight.reshape(len(weight), shared, keys, size).transpose(1, 2).reshape(weight.shape)
 
 
-def _queries_to_gates(parts: Sequence[Tensor], config: Any) -> Tensor:
+def _queries_to_gates(parts: Sequence["Tensor"], config: Any) -> "Tensor":
     """Return for each key head its queries, keys, values and gates; newer files store all queries first, then all keys, …"""
     keys, key = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads // keys * config.linear_value_head_dim
     if len(parts) == 1:
         return parts[0]
     qkv, gates = parts
-    kinds = [*torch.split(qkv, [keys * key, keys * key, keys * values]), gates]
-    return torch.cat([kind.reshape(keys, -1, kind.shape[1]) for kind in kinds], dim=1).flatten(0, 1)
+    kinds = [*qkv.split_with_sizes([keys * key, keys * key, keys * values]), gates]
+    return _side_by_side([kind.reshape(keys, -1, kind.shape[1]) for kind in kinds]).flatten(0, 1)
 
 
 _DELTA_NET = {
@@ -456,14 +463,14 @@ def _latent(file: GGUFFile) -> Values:
 
 
 def _deepseek_3(file: GGUFFile) -> tuple[str, str] | None:
-    """Classes of V3 if router scores are sigmoids. A file without that key has sigmoids if it has biases of the scores."""
+    """Type and class of V3 if router scores are sigmoids. A file without that key has sigmoids if it has biases of the scores."""
     has_biases = any(name.endswith(".exp_probs_b.bias") for name in file)
     is_sigmoid = file.get("expert_gating_func", 2 if has_biases else 1) == 2
-    return ("DeepseekV3Config", "DeepseekV3ForCausalLM") if is_sigmoid else None
+    return ("deepseek_v3", "DeepseekV3ForCausalLM") if is_sigmoid else None
 
 
 def _olmo_3(file: GGUFFile) -> tuple[str, str] | None:
-    return ("Olmo3Config", "Olmo3ForCausalLM") if file.get("attention.sliding_window", 0) else None
+    return ("olmo3", "Olmo3ForCausalLM") if file.get("attention.sliding_window", 0) else None
 
 
 def _olmo(file: GGUFFile) -> Values:
@@ -479,29 +486,29 @@ def _olmo(file: GGUFFile) -> Values:
     }
 
 
-def _keys_and_values(parts: Sequence[Tensor], config: Any) -> Tensor:
+def _keys_and_values(parts: Sequence["Tensor"], config: Any) -> "Tensor":
     """Return for each head the rows of its keys, which are stored transposed, and of its values."""
     if len(parts) == 1:
         return parts[0]
     keys, values = parts
-    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+    return _side_by_side([keys.transpose(1, 2), values]).flatten(0, 1)
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", "LlamaForCausalLM", _biases, rows=_INTERLEAVED),
-    "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _experts, _EXPERTS, changes=_GATE_UP),
+    "llama": Architecture("llama", "LlamaForCausalLM", _biases, rows=_INTERLEAVED),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _experts, _EXPERTS, changes=_GATE_UP),
     "qwen2moe": Architecture(
-        "Qwen2MoeConfig",
+        "qwen2_moe",
         "Qwen2MoeForCausalLM",
         _qwen_2_moe,
         {**_EXPERTS, **_SHARED_EXPERT},
         changes={**_GATE_UP, **_SHARED_GATE},
     ),
-    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", changes=_ONE_ADDED),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", changes=_ONE_ADDED),
     "gemma2": Architecture(
-        "Gemma2Config",
+        "gemma2",
         "Gemma2ForCausalLM",
         _gemma_2,
         {
@@ -512,7 +519,7 @@ ARCHITECTURES = {
         changes=_ONE_ADDED,
     ),
     "gemma3": Architecture(
-        "Gemma3TextConfig",
+        "gemma3_text",
         "Gemma3ForCausalLM",
         _gemma_3,
         {
@@ -523,29 +530,29 @@ ARCHITECTURES = {
         changes=_ONE_ADDED,
     ),
     "phi3": Architecture(
-        "Phi3Config",
+        "phi3",
         "Phi3ForCausalLM",
         _phi_3,
         {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         rotates_part=True,
     ),
-    "smollm3": Architecture("SmolLM3Config", "SmolLM3ForCausalLM", _biases, rows=_INTERLEAVED),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _biases, rows=_INTERLEAVED),
     "granite": Architecture(
-        "GraniteConfig",
+        "granite",
         "GraniteForCausalLM",
         _granite,
         rows=_INTERLEAVED,
         unchanging={"rope.scaling.finetuned": (True,)},
     ),
     "olmo2": Architecture(
-        "Olmo2Config",
+        "olmo2",
         "Olmo2ForCausalLM",
         _olmo,
         {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
         variant=_olmo_3,
     ),
     "qwen3next": Architecture(
-        "Qwen3NextConfig",
+        "qwen3_next",
         "Qwen3NextForCausalLM",
         _delta_net_with_experts,
         {
@@ -563,10 +570,11 @@ ARCHITECTURES = {
             **_GATE_UP,
             **_SHARED_GATE,
         },
+        whole=("ssm_in.weight",),
         rotates_part=True,
     ),
     "qwen35": Architecture(
-        "Qwen3_5TextConfig",
+        "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         _delta_net,
         _QWEN_35,
@@ -575,7 +583,7 @@ ARCHITECTURES = {
         rotates_part=True,
     ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeTextConfig",
+        "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
         _delta_net_with_experts,
         {**_QWEN_35, **_EXPERTS, **_SHARED_EXPERT},
@@ -589,7 +597,7 @@ ARCHITECTURES = {
         rotates_part=True,
     ),
     "lfm2": Architecture(
-        "Lfm2Config",
+        "lfm2",
         "Lfm2ForCausalLM",
         _lfm_2,
         {
@@ -609,7 +617,7 @@ ARCHITECTURES = {
         changes={"conv.conv.weight": _as_channels},
     ),
     "gpt-oss": Architecture(
-        "GptOssConfig",
+        "gpt_oss",
         "GptOssForCausalLM",
         _gpt_oss,
         {
@@ -630,7 +638,7 @@ ARCHITECTURES = {
         },
     ),
     "deepseek2": Architecture(
-        "DeepseekV2Config",
+        "deepseek_v2",
         "DeepseekV2ForCausalLM",
         _latent,
         {
@@ -649,6 +657,7 @@ ARCHITECTURES = {
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
         changes={**_GATE_UP, "self_attn.kv_b_proj.weight": _keys_and_values},
+        whole=("attn_kv_b.weight",),
         rotates_part=True,
         variant=_deepseek_3,
     ),

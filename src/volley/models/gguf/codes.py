@@ -7,49 +7,48 @@ layer.
 from collections import Counter
 from math import prod
 
-from volley.models.gguf.file import GGUFFile, Rows
-from volley.models.layers.residency import MappedFiles
-from volley.native import GROUP, Codes, Weights, blocks
-from volley.native.codes import quantise_finely
-from volley.native.formats import FORMATS, PACK, STORED, Format, StoredBlocks
+from volley.models.gguf.architectures import num_layers
+from volley.models.gguf.file import GGUFFile
+from volley.models.gguf.target import is_changed
+from volley.weights import BLOCK, FORMATS, GROUP, OF_FILES, PACK, Format, Weights
 
 _ROUNDED = FORMATS["Q8_0"]
 """Format to which all other weights of a quantised file are quantised."""
-_ROUTER = ".ffn_gate_inp."  # of experts, whose weights stay bf16, as the router does
-_JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"))
+_ROUTER = ".ffn_gate_inp"  # of experts, and the gate of shared ones: their weights stay bf16
+_JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 def codes_for(file: GGUFFile) -> Weights:
-    """Return the weight format of most layer weights; bf16 if the kernels lack their type, or if the model has experts."""
+    """Return the weight format of most layer weights; bf16 if the kernels lack their type."""
     counts = Counter({"": 0})
     for name in file:
         if name.startswith("blk.") and len(file.shape(name)) > 1:
             counts[file.type(name)] += prod(file.shape(name))
-    most = STORED.get(counts.most_common(1)[0][0])
-    return "bf16" if most is None or any("_exps." in name for name in file) else most.weights
+    most = OF_FILES.get(counts.most_common(1)[0][0])
+    return "bf16" if most is None else most.weights
 
 
 def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
-    """Return the stored format that each matrix of a linear layer keeps; ``None``: it is quantised to ``weights``.
+    """Return the stored format that each matrix of linear layers and experts keeps; ``None``: it is quantised to ``weights``.
 
     The file's codes are kept, unless ``weights`` have fewer bits and differ from the file's own format. If ``weights`` are the
-    file's own format, matrices of other types are quantised to int8 in groups of 32. Layers that are joined into one matmul are
-    either all kept or all quantised.
+    file's own format, matrices of other types are quantised to int8 in groups of 32, and so are matrices whose numbers the file
+    has in another order. Layers that are joined into one matmul are either all kept or all quantised.
     """
     own = weights == codes_for(file)
 
-    def of_type(kind: str) -> Format | None:
-        stored = STORED.get(kind)
+    def kept(name: str) -> Format | None:
+        stored = None if _is_reordered(file, name) else OF_FILES.get(file.type(name))
         if own:
             return stored or _ROUNDED
         return stored if stored and (weights == "int8" or stored.weights == "int4") else None
 
     unread = {EMBEDDING} if HEAD in file.names else set()
     found = {
-        name: of_type(file.type(name))
+        name: kept(name)
         for name in file
-        if _is_matrix(file.shape(name)) and name not in unread and _ROUTER not in name
+        if _is_matrix(name, file.shape(name)) and name not in unread and _ROUTER not in name
     }
     for name in list(found):
         for parts in _JOINED:
@@ -60,27 +59,41 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
     return found
 
 
-def _is_matrix(shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor can be quantised; a convolution's few taps cannot."""
-    return len(shape) == 2 and shape[1] % PACK == 0
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor can be quantised; a convolution's few taps cannot, nor can experts that are no whole blocks."""
+    if is_of_experts(name):
+        return len(shape) == 3 and shape[1] % BLOCK == 0 == shape[2] % PACK
+    return name.endswith(".weight") and len(shape) > 1 and shape[-1] % PACK == 0
+
+
+def _is_reordered(file: GGUFFile, name: str) -> bool:
+    """Return whether a weight is made of several tensors, or of one in another order than that of its rows."""
+    return not is_of_experts(name) and is_changed(file, name)
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor holds a matrix of each expert."""
+    return name.endswith("_exps.weight")
 
 
 def describe(file: GGUFFile, weights: Weights) -> str:
     """Describe how a file's weights are loaded: ``Q4_1 exact in int4 with minima, groups of 32``."""
-    said: dict[str, list[str]] = {}
-    for stored, kinds in sorted(_kinds(file, weights).items()):
-        for of in sorted(kinds, key=str):
-            is_exact = of is not None and of.name == stored
-            how = _how(of) if of is not None else _LAYOUTS[weights]
-            said.setdefault(f"{'exact in' if is_exact else 'rounded again to'} {how}", []).append(stored)
-    return "; ".join(f"{' and '.join(types)} {how}" for how, types in sorted(said.items()))
-
-
-def _kinds(file: GGUFFile, weights: Weights) -> dict[str, set[Format | None]]:
-    found: dict[str, set[Format | None]] = {}
+    said: dict[str, set[str]] = {}
     for name, of in plan(file, weights).items():
-        found.setdefault(file.type(name), set()).add(of)
-    return found
+        is_exact = of is not None and of == OF_FILES.get(file.type(name)) and not _is_reordered(file, name)
+        how = _how(of) if of is not None else _LAYOUTS[weights]
+        said.setdefault(f"{'exact in' if is_exact else 'rounded again to'} {how}", set()).add(file.type(name))
+    return "; ".join(f"{' and '.join(sorted(types))} {how}" for how, types in sorted(said.items()))
+
+
+def held_bytes(file: GGUFFile, weights: Weights, size: int = 2) -> int:
+    """Return the bytes of a file's weights in memory; those that are not in codes take ``size`` bytes a number."""
+    kinds: dict[str, Format | None] = {} if weights == "bf16" else plan(file, weights)
+    if weights != "bf16" and EMBEDDING not in kinds and EMBEDDING in file.names:
+        kinds[EMBEDDING] = OF_FILES.get(file.type(EMBEDDING), FORMATS["int8"])
+    bits = {name: (of or FORMATS[weights]).held_bits for name, of in kinds.items()}
+    unused = {name for layer in range(num_layers(file), file.require("block_count")) for name in file.of_layer(layer)}
+    return int(sum(prod(file.shape(name)) * bits.get(name, 8 * size) / 8 for name in file if name not in unused))
 
 
 def _how(of: Format) -> str:
@@ -90,25 +103,3 @@ def _how(of: Format) -> str:
 
 
 _LAYOUTS = {"int8": "int8, a scale for each output", "int4": f"int4, groups of {GROUP}"}
-
-
-class FileCodes:
-    """Matrix of a file in codes, read some rows at a time: the file's own codes, or int8 ones like Q8_0's."""
-
-    def __init__(self, file: GGUFFile, files: MappedFiles, name: str, of: Format, order: Rows | None) -> None:
-        self.format = of
-        self._file, self._files, self._name = file, files, name
-        self._blocks = file.blocks(name, order)
-        self.shape = file.shape(name)
-        if order is not None:  # the blocks are a copy
-            files.forget_bytes(*file.place(name))
-
-    def rows(self, rows: slice) -> Codes | StoredBlocks:
-        own = self._blocks[rows]
-        found = (
-            StoredBlocks(self.format, own.copy())
-            if blocks.reads(self._file.type(self._name))
-            else quantise_finely(self._file.decoded(self._name, own))
-        )
-        self._files.forget_bytes(int(own.ctypes.data), own.nbytes)
-        return found

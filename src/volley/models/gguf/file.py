@@ -1,20 +1,19 @@
 """Opened GGUF file: its metadata, and its tensors, decoded or block by block.
 
 The package ``gguf`` decodes every type. volley's library, if it was built, decodes the usual ones much faster. Shapes are
-PyTorch's, ``[out, in]``.
+PyTorch's, ``[out, in]``. Only what makes tensors imports PyTorch.
 """
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.header import (
@@ -27,7 +26,10 @@ from volley.models.gguf.header import (
     read_header,
     read_strings,
 )
-from volley.native import blocks
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _TOKENS = "tokenizer.ggml.tokens"
 _INTEGERS = {"I8", "I16", "I32", "I64"}
@@ -120,6 +122,10 @@ class GGUFFile:
         """Names of all tensors."""
         return list(self._tensors)
 
+    def of_layer(self, layer: int) -> list[str]:
+        """Names of a layer's tensors."""
+        return [name for name in self._tensors if name.startswith(f"blk.{layer}.")]
+
     @property
     def num_tokens(self) -> int:
         return self._strings[_TOKENS].number if _TOKENS in self._strings else 0
@@ -193,12 +199,16 @@ class GGUFFile:
         """Types of the unquantised matrices."""
         return sorted({self.type(name) for name, one in self._tensors.items() if len(one.shape) > 1} & _PLAIN)
 
-    def dense(self, name: str, rows: Rows | None = None) -> Tensor:
+    def dense(self, name: str, rows: Rows | None = None) -> "Tensor":
         """Decode a tensor: BF16 as it is stored, all others to fp32; ``rows`` reorders its rows."""
         return self.decoded(name, self._data(name, rows))
 
-    def dense_in(self, dtype: torch.dtype, name: str, rows: Rows | None = None) -> Tensor:
+    def dense_in(self, dtype: "torch.dtype", name: str, rows: Rows | None = None) -> "Tensor":
         """Decode a tensor to ``dtype``, some rows at a time: a whole fp32 copy of a large matrix would set the memory peak."""
+        import torch
+
+        from volley.native import blocks
+
         data, shape = self._data(name, rows), self.shape(name)
         if blocks.reads(self.type(name)) and dtype in blocks.DTYPES:
             return blocks.decode(self.type(name), data, dtype)
@@ -208,24 +218,35 @@ class GGUFFile:
             whole[first : first + step] = self.decoded(name, data[first : first + step])
         return whole
 
-    def numbers(self, name: str, places: NDArray[np.int64], rows: Rows | None = None) -> Tensor:
-        """Decode some numbers of a matrix, by their flat indices after ``rows`` reordered it."""
-        height, width = self.shape(name)
-        data, own = self._data(name, None), np.arange(height)
-        at, columns = np.divmod(places, width)
-        found = data[(own if rows is None else rows(own))[at]]
+    def numbers(
+        self, name: str, rows: NDArray[np.int64], columns: NDArray[np.int64], order: Rows | None = None
+    ) -> "Tensor":
+        """Decode some numbers of a tensor whose matrices are stacked, by rows and columns after ``order`` reordered its rows."""
+        import torch
+
+        from volley.native import blocks
+
+        *height, width = self.shape(name)
+        data = self._data(name, None)
+        at = rows if order is None else order(np.arange(prod(height)))[rows]
+        found = data.reshape(-1, data.shape[-1])[at]
         if blocks.reads(self.type(name)):  # of each row one block
-            found = found.reshape(len(at), -1, blocks.BYTES[self.type(name)])
+            found = found.reshape(len(rows), -1, blocks.BYTES[self.type(name)])
             size = width // found.shape[1]
-            found, columns = found[np.arange(len(at)), columns // size], columns % size
-        return self.decoded(name, found)[torch.arange(len(at)), torch.from_numpy(columns)]
+            found, columns = found[np.arange(len(rows)), columns // size], columns % size
+        return self.decoded(name, found)[torch.arange(len(rows)), torch.from_numpy(columns)]
 
-    def blocks(self, name: str, rows: Rows | None = None) -> NDArray[np.uint8]:
-        """Bytes ``[out, n]`` of a matrix in blocks."""
-        return self._data(name, rows)
+    def blocks(self, name: str, rows: Rows | None = None, expert: int | None = None) -> NDArray[np.uint8]:
+        """Bytes ``[out, n]`` of a matrix in blocks, or of that of one ``expert``."""
+        data = self._data(name, rows)
+        return data if expert is None else data[expert]
 
-    def decoded(self, name: str, data: NDArray[Any]) -> Tensor:
+    def decoded(self, name: str, data: NDArray[Any]) -> "Tensor":
         """Decode stored rows of a tensor."""
+        import torch
+
+        from volley.native import blocks
+
         stored = self._tensors[name].type
         if stored.name == "BF16":
             return torch.from_numpy(np.array(data)).view(torch.bfloat16)

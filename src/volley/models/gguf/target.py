@@ -7,10 +7,7 @@ tensor must belong to a weight.
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
-
-import transformers
-from transformers import PretrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.architectures import (
@@ -24,6 +21,9 @@ from volley.models.gguf.architectures import (
     rope,
 )
 from volley.models.gguf.file import UNREAD_SCALING, GGUFFile, Rows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ROPE_FACTORS = "rope_freqs.weight"
 _OF_NO_WEIGHT = {ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS}
@@ -73,8 +73,16 @@ def described(file: GGUFFile) -> Architecture:
     return ARCHITECTURES[file.architecture]
 
 
-def read_config(file: GGUFFile) -> PretrainedConfig:
+def read_config(file: GGUFFile) -> "PretrainedConfig":
     """Return transformers' config of a file of a known architecture."""
+    from transformers import AutoConfig
+
+    values = config_values(file)
+    return AutoConfig.for_model(**values)
+
+
+def config_values(file: GGUFFile) -> dict[str, Any]:
+    """Return the values of transformers' config of a file of a known architecture."""
     known = described(file)
     if file.architecture in ("llama", "qwen2", "granite") and file.get("expert_count", 0):
         raise UnsupportedModelError(
@@ -90,7 +98,10 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
             raise UnsupportedModelError(
                 f"{file.path}: {key} is {file.get(key)} with heads of {head_dim}; only equal sizes are supported. {FOLDER}"
             )
+    model_type, model = known.names_for(file)
     values = {
+        "model_type": model_type,
+        "architectures": [model],
         "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.names else 0,
         "hidden_size": hidden,
         "intermediate_size": file.number("feed_forward_length", 0 if has_experts else None),
@@ -107,11 +118,8 @@ def read_config(file: GGUFFile) -> PretrainedConfig:
         "pad_token_id": None,
         **own,
     }
-    name, model = known.classes(file)
     _check_read(file, known)
-    config: PretrainedConfig = getattr(transformers, name)(**values)
-    config.architectures = [model]
-    return config
+    return values
 
 
 def _check_read(file: GGUFFile, known: Architecture) -> None:
@@ -126,7 +134,7 @@ def _check_read(file: GGUFFile, known: Architecture) -> None:
             )
 
 
-def scale_frequencies(file: GGUFFile, model: PreTrainedModel) -> None:
+def scale_frequencies(file: GGUFFile, model: "PreTrainedModel") -> None:
     """Divide the rotary frequencies by the file's factors (Llama 3.1 and later)."""
     if ROPE_FACTORS not in file.names:
         return
@@ -142,7 +150,7 @@ def own_name(file: GGUFFile, name: str) -> str:
     found = _place(known, name)
     if found is None:
         raise UnsupportedModelError(
-            f"{file.path} has a tensor {name}, for which {known.classes(file)[1]} has no place; {FOLDER[0].lower()}{FOLDER[1:]}"
+            f"{file.path} has a tensor {name}, for which {known.names_for(file)[1]} has no place; {FOLDER[0].lower()}{FOLDER[1:]}"
         )
     return found
 
@@ -187,6 +195,16 @@ def row_order(architecture: str, name: str, config: Any) -> Rows | None:
 def change_of(architecture: str, name: str) -> Change | None:
     """Return the function that makes a weight from its stored tensors; ``None`` if the weight is stored as it is."""
     return _of(ARCHITECTURES[architecture].changes, name)
+
+
+def is_changed(file: GGUFFile, name: str) -> bool:
+    """Return whether a tensor is not stored as the weight that it belongs to is."""
+    known = ARCHITECTURES.get(file.architecture)
+    return (
+        known is not None
+        and name.split(".", 2)[-1] not in known.whole
+        and _of(known.changes, _place(known, name)) is not None
+    )
 
 
 _Entry = TypeVar("_Entry")

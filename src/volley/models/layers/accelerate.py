@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from volley import native
 from volley.memory import kernels
 from volley.models.layers.embeddings import EmbeddingLookup, scale_of
-from volley.models.layers.experts import group_experts
+from volley.models.layers.experts import CodedExperts, group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
     Product,
+    RoundedInputs,
     codes_of,
     has_bf16_products,
     inputs_of,
@@ -34,8 +35,9 @@ from volley.models.layers.products import (
     make_product,
 )
 from volley.models.layers.residency import MappedFiles, StackedRows, trim
-from volley.models.layers.routed import WEIGHTS
+from volley.models.layers.routed import WEIGHTS, GatedExperts
 from volley.native import Weights
+from volley.native.decoder import ChosenExperts
 
 log = logging.getLogger("volley")
 
@@ -104,22 +106,26 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     # The head, the largest weight, comes first: while it is copied, parts of its file stay in memory.
     done = _replace_head(model, weights, files, fill) | _replace_embedding(model, weights, files, fill)
     done |= _fuse_layers(model, weights, files, fill)
+    _code_experts([module for module in model.modules() if module not in done], weights, files, fill)
     done |= {module for module in model.modules() if "forward" in vars(module)}
     reading = [module for module in model.modules() if type(module).__name__ in _READS_ITS_CLASSIFIER]
     done |= {module.get_submodule("classifier") for module in reading}
-    fill(model)
+    fill(model, coded=False)
     for module in model.modules():
         if module in done:
             continue
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
             if all(_is_plain(layer) for layer in layers):
-                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, files)
+                _share([layer for layer in layers if isinstance(layer, nn.Linear)], weights, files, fill)
                 done.update(layer for layer in layers if layer is not None)
     for module in list(model.modules()):
-        if module not in done and isinstance(module, nn.Linear) and _is_plain(module):
+        if module not in done and is_linear(module) and (module.bias is None or codes_of([module], weights)):
             _replace(model, module, weights, files)
-        elif module not in done:
+            done.add(module)
+    fill(model)
+    for module in model.modules():
+        if module not in done:
             _shorten(module)
     if release:
         trim()
@@ -196,7 +202,8 @@ def _products(model: nn.Module) -> set[native.Product]:
             found.update(forward.weights.products)
         else:
             owner = getattr(getattr(forward, "func", forward), "__self__", forward)  # of a method, or a part of one
-            owner = owner.product if isinstance(owner, EmbeddingLookup) else owner
+            owner = owner.product if isinstance(owner, EmbeddingLookup | RoundedInputs) else owner
+            found.update((owner.gate_up, owner.down) if isinstance(owner, CodedExperts | ChosenExperts) else ())
             found.add(owner.together if isinstance(owner, SharedProjection) else owner)
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
@@ -227,6 +234,23 @@ def _fuse_layers(model: nn.Module, weights: Weights, files: MappedFiles | None, 
     return done
 
 
+def _code_experts(modules: Sequence[nn.Module], weights: Weights, files: MappedFiles | None, fill: Fill) -> None:
+    """Keep the stored codes of experts in layers that are not fused."""
+    for module in modules:
+        if not hasattr(module, "stored_experts") or "forward" in vars(module):
+            continue
+        fill(module, coded=False)
+        experts = GatedExperts.of(module)
+        if experts is None or not experts.fits(weights):
+            continue
+        gate_up, down = (experts.product(name, weights, files) for name in WEIGHTS)
+        module.forward = ChosenExperts(gate_up, down, experts.number, experts.activation)
+        if files is not None:
+            for name in WEIGHTS:
+                release_weight(module, files, name)
+            trim()
+
+
 def _fill_for_trial(layer: nn.Module, fill: Fill) -> None:
     """Load the weights of a layer that are read to fuse it: all but those of joined layers that all have stored codes."""
     fill(layer, coded=False)
@@ -247,9 +271,15 @@ def release_weight(layer: nn.Module, files: MappedFiles, name: str = "weight") -
     setattr(layer, name, released)
 
 
-def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None) -> None:
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    share(layers, make_product(weight, weights=weights, stored=codes_of(layers)))
+def _share(layers: Sequence[nn.Linear], weights: Weights, files: MappedFiles | None, fill: Fill) -> None:
+    stored = codes_of(layers, weights)
+    if stored and all(layer.weight.is_meta for layer in layers):  # a file's codes, which suit the kernels
+        shape = StackedRows([layer.weight for layer in layers], None)
+        share(layers, native.Product(shape, None, weights, stored))
+    else:
+        for layer in layers:
+            fill(layer)
+        share(layers, make_product(torch.cat([layer.weight.detach() for layer in layers]), None, weights, stored))
     if files is not None:
         for layer in layers:
             release_weight(layer, files)
@@ -264,7 +294,8 @@ def share(layers: Sequence[nn.Linear], together: Product) -> None:
 
 def _replace(model: nn.Module, layer: nn.Linear, weights: Weights, files: MappedFiles | None) -> None:
     """Replace one linear layer of ``model``, whose weight may be tied to an embedding."""
-    product = make_product(layer.weight, weights=weights, stored=codes_of([layer]), files=files)
+    kind = "bf16" if hasattr(layer, "stays_bf16") else weights
+    product = make_product(layer.weight, layer.bias, kind, codes_of([layer], kind), files)
     layer.forward = product  # type: ignore[method-assign, assignment]
     sharing = [
         module for module in model.modules() if module is not layer and module._parameters.get("weight") is layer.weight

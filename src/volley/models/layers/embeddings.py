@@ -18,6 +18,7 @@ def scale_of(embedding: nn.Module) -> Tensor | None:
     if type(embedding).__name__ in _READ_BY_OTHERS:
         return None
     tried = copy(embedding)
+    tried.padding_idx = None  # it may be beyond the rows that are tried
     rows = torch.randn(9, embedding.embedding_dim, generator=torch.Generator().manual_seed(0)).to(
         embedding.weight.dtype
     )

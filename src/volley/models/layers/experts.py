@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, grouped_mm
 
 from volley import native
+from volley.native import BLOCK
 
 
 def group_experts(module: nn.Module) -> bool:
@@ -32,6 +33,34 @@ def is_gelu(function: Any) -> bool:
     """Return whether ``function`` is GELU in its tanh form, for which there is a kernel."""
     x = torch.linspace(-3, 3, 7)
     return torch.equal(function(x), gelu(x, approximate="tanh"))
+
+
+class CodedExperts:
+    """Forward of experts whose weights are codes: rows of ``gate_up [E · 2 · I, H]`` and ``down [E · H, I]``."""
+
+    def __init__(self, experts: Any, gate_up: native.Product, down: native.Product) -> None:
+        inner, width = gate_up.outputs // len(experts.down_proj), down.outputs // len(experts.down_proj)
+        self.gate_up, self.down, self.gate = gate_up, down, experts._apply_gate
+        self.parts = [
+            (gate_up.part(i * inner, i * inner + inner), down.part(i * width, i * width + width))
+            for i in range(len(experts.down_proj))
+        ]
+
+    @staticmethod
+    def serves(experts: Any) -> bool:
+        """Return whether experts have a gate, no biases, and sizes of whole blocks, as :class:`GroupedExperts` needs."""
+        down = experts.down_proj
+        is_plain = getattr(experts, "has_gate", False) and not (experts.has_bias or experts.is_transposed)
+        return bool(is_plain and not experts._is_expert_parallel and not any(size % BLOCK for size in down.shape[1:]))
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return ``[T, H]`` for states ``[T, H]`` and each token's experts and their weights ``[T, k]``."""
+        found = hidden_states.new_empty(*top_k_index.shape, hidden_states.shape[1])
+        for expert in set(top_k_index.flatten().tolist()):
+            gate_up, down = self.parts[expert]
+            rows, places = (top_k_index == expert).nonzero(as_tuple=True)
+            found[rows, places] = down(self.gate(gate_up(hidden_states.index_select(0, rows))))
+        return (found * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
 
 
 class GroupedExperts:

@@ -31,7 +31,7 @@ from volley.memory.native_attention import attention_plan, serves
 from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
 from volley.models.layers.products import codes_of, inputs_of, is_linear
 from volley.models.layers.residency import MappedFiles, StackedRows
-from volley.models.layers.routed import RoutedMLP
+from volley.models.layers.routed import RoutedMLP, made_up_experts
 from volley.native import GELU, SILU, Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, Experts, LayerShape, LayerWeights, P, Routing, attends
 
@@ -190,7 +190,7 @@ def products_of(
     def join(layers: Sequence[nn.Linear]) -> Product:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         rows = StackedRows([layer.weight for layer in layers], files)
-        stored = [] if weights == "bf16" else codes_of(layers)
+        stored = codes_of(layers, weights)
         return Product(rows, torch.cat(biases) if biases else None, weights, stored)
 
     if routed is None:
@@ -199,8 +199,13 @@ def products_of(
 
 
 def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
-    """Return the format of experts: bf16 if they were decoded from a quantised file, because quantising again changes them."""
-    return "bf16" if hasattr(layer.self_attn.o_proj, "stored_codes") else weights
+    """Return the format of experts.
+
+    If they were decoded from a quantised checkpoint it is bf16, because quantising again changes them. Those of a GGUF file are
+    treated as its other weights are.
+    """
+    is_decoded = hasattr(layer.self_attn.o_proj, "stored_codes") and not hasattr(layer.mlp.experts, "stored_experts")
+    return "bf16" if is_decoded else weights
 
 
 def _made_up(layer: nn.Linear, seed: int) -> Callable[[Tensor], Tensor]:
@@ -214,15 +219,21 @@ def _made_up(layer: nn.Linear, seed: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x[..., places] * signs.to(x.dtype)
 
 
-def _all_made_up(layer: nn.Module) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
-    """Return the made-up maps of the linear layers of a decoder layer with :class:`LayerParts`."""
+def _all_made_up(layer: nn.Module) -> dict[nn.Module, Callable[..., Tensor]]:
+    """Return the made-up maps of the linear layers and experts of a decoder layer with :class:`LayerParts`."""
     parts = LayerParts.of(layer)
     found = [layer.get_submodule(name) for name in (() if parts is None else parts.linear)]
-    return {module: _made_up(module, seed) for seed, module in enumerate(found) if isinstance(module, nn.Linear)}
+    made: dict[nn.Module, Callable[..., Tensor]] = {
+        module: _made_up(module, seed) for seed, module in enumerate(found) if isinstance(module, nn.Linear)
+    }
+    experts = layer.get_submodule("mlp.experts") if parts is not None and parts.router is not None else None
+    if experts is not None and getattr(experts, "has_gate", False):
+        made[experts] = made_up_experts(experts)
+    return made
 
 
 @contextmanager
-def _computing_by(made_up: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def _computing_by(made_up: Mapping[nn.Module, Callable[..., Tensor]]) -> Iterator[None]:
     """Let modules compute something else in the body."""
     for module, function in made_up.items():
         module.forward = function
@@ -252,7 +263,7 @@ def layer_shape(
         heads=heads,
         shared=(sum(part.out_features for part in project) // dim - heads) // 2,
         dim=dim,
-        inner=mlp[1][0].in_features if routed is None else routed.inner,
+        inner=mlp[1][0].in_features if routed is None else routed.experts.inner,
         eps=eps,
         scale=options.scale,
         rounds=style.rounds,
@@ -359,11 +370,11 @@ class Recognised(NamedTuple):
 
 
 def recognise(
-    layer: nn.Module, rotary: nn.Module, made_up: Mapping[nn.Module, Callable[[Tensor], Tensor]] | None = None
+    layer: nn.Module, rotary: nn.Module, made_up: Mapping[nn.Module, Callable[..., Tensor]] | None = None
 ) -> Recognised | None:
     """Recognise a layer with :class:`LayerParts` by trying it; ``None`` if its arguments or its parts differ.
 
-    ``made_up`` replaces the matmuls of its linear layers, whose weights are then not read.
+    ``made_up`` replaces its linear layers and experts, whose weights are then not read.
     """
     attention: Any = getattr(layer, "self_attn", None)
     parts = LayerParts.of(layer)
@@ -375,7 +386,7 @@ def recognise(
         if routed is None:
             return None
     style = style_of(parts.all_norms(layer))
-    activation = _activation(layer.mlp) if routed is None else routed.activation
+    activation = _activation(layer.mlp) if routed is None else routed.experts.activation
     if style is None or activation is None:
         return None
     inputs = layer.get_submodule(parts.joined[0][0]).get_parameter("weight").shape[1]
@@ -496,9 +507,15 @@ class FusedLayer(LayerForward, Generic[P]):
         seen = recognise(layer, rotary, made_up)
         if seen is None:
             return None
-        routed, mlp = seen.routed, None if seen.routed is None else seen.routed.__call__
+        routed = seen.routed
         if routed is not None and not routed.fits(_kind_of_experts(layer, weights)):
             return None
+
+        def mix(x: Tensor) -> Tensor:
+            assert routed is not None
+            return made_up[routed.experts.experts](x, *routed.choose(x))
+
+        mlp = None if routed is None else mix
 
         def side_by_side(layers: Sequence[nn.Linear]) -> Callable[[Tensor], Tensor]:
             return lambda x: torch.cat([made_up[layer](x) for layer in layers], dim=-1)

@@ -1,7 +1,7 @@
-"""Llama-like and Qwen-like decoder layers in at most twelve operations, attention included, on any device.
+"""Llama-like and Qwen-like decoder layers in at most twelve operations on a GPU, attention included.
 
 Projections of one input are one matrix, and the layer's own weights are views of it, so memory holds each weight once.
-``memory/rows.py`` has the operations between the matmuls.
+``memory/kernels/rows.py`` has the operations between the matmuls.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from volley.memory.rows import row_operations
 from volley.models.layers.fused import Cosines, LayerForward, Recognised, layer_weights, layers_with_rotary, recognise
 from volley.native.decoder import LayerShape
 
@@ -48,6 +47,13 @@ class Matrix:
         return states if self.bias is None else states.add_(self.bias)
 
 
+def row_operations() -> Any:
+    """Return the Triton kernels of a layer's norms, rotation and activation."""
+    from volley.memory.kernels import rows  # it imports Triton
+
+    return rows
+
+
 class JoinedWeights:
     """Weights of one layer, and its computation before and after attention."""
 
@@ -57,7 +63,7 @@ class JoinedWeights:
         assert before is not None
         assert behind is not None
         self.first_norm, self.second_norm = before, behind
-        self.rows = row_operations(before.device)
+        self.rows = row_operations()
 
     def before(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return queries, keys and values ``[T, heads + 2 · shared, d]`` of states ``[T, H]``; ``cos``, ``sin``: ``[T, d]``."""

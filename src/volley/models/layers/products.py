@@ -1,7 +1,7 @@
 """Matmuls with fixed weights on a CPU: bf16, int8 or int4, packed once for the machine."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard, get_args
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from volley import native
 from volley.errors import ConfigError, unknown_key
 from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import WantedDraftWeights, Weights
-from volley.native.formats import CodeSource, stacked
+from volley.native.packing import CodeSource, stacked
 
 Product = Callable[[Tensor], Tensor]
 """Map ``x [..., in] -> [..., out]``, both bf16."""
@@ -60,11 +60,14 @@ StoredCodes = list[tuple[CodeSource, int]]
 """Codes of stacked weights, with the number of outputs of each; empty if the weights are not stored in codes."""
 
 
-def codes_of(layers: Sequence[nn.Linear | nn.Embedding]) -> StoredCodes:
+def codes_of(layers: Sequence[nn.Linear | nn.Embedding], weights: Weights | None = None) -> StoredCodes:
     """Return the stored codes of several layers' weights, stacked; none unless all layers have them.
 
-    ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` attach them to layers.
+    ``models/quantised/stored_codes.py`` and ``models/gguf/codes.py`` attach them to layers. bf16 ``weights`` take small floats
+    alone, which become the same bf16 numbers in a matmul.
     """
+    if weights == "bf16" and not all(getattr(layer, "codes_are_wide", False) for layer in layers):
+        return []
     asked = [getattr(layer, "stored_codes", None) for layer in layers]
     found = [(ask(), len(layer.weight)) for ask, layer in zip(asked, layers, strict=True) if ask is not None]
     known = [(codes, size) for codes, size in found if codes is not None]
@@ -92,7 +95,8 @@ def make_product(
     weight = weight.detach()
     bias = None if bias is None else bias.detach()
     for kind in (weights, "bf16"):
-        codes = stored if stored and kind != "bf16" else []
+        is_wide = stored and all(own.format.is_wide for own, _ in stored)
+        codes = stored if stored and (kind != "bf16" or is_wide) else []
         if native.fits(weight, kind, inputs_of(codes)):
             return native.Product(StackedRows([weight], files), bias, kind, codes)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -105,6 +109,25 @@ def make_product(
         return output
 
     return product
+
+
+class RoundedInputs:
+    """Forward of a layer of compressed-tensors that rounds its inputs, with ``product`` instead of the layer's weight."""
+
+    def __init__(self, layer: nn.Linear, product: native.Product) -> None:
+        self.layer, self.product = layer, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+
+        scheme: Any = self.layer.quantization_scheme
+        if scheme.input_activations is not None:
+            x = forward_quantize(self.layer, x, "input", scheme.input_activations)
+        found = self.product(x)
+        if scheme.output_activations is None:
+            return found
+        rounded: Tensor = forward_quantize(self.layer, found, "output", scheme.output_activations)
+        return rounded
 
 
 def has_bf16_products() -> bool:

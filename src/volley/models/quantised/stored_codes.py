@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from volley.files import weight_files
 from volley.models.quantised.packed import gptq_parts, unpack
 from volley.models.quantised.scheme import Quantisation
+from volley.models.quantised.small_floats import keep_small_floats, small_floats
 from volley.native import GROUP, Codes, Weights
-from volley.native.formats import FORMATS, PACK
+from volley.weights import FORMATS, PACK
 
 _PACKINGS = ("pack-quantized", "int-quantized", "naive-quantized")
 Stored = Mapping[str, Tensor]
@@ -28,13 +29,15 @@ Stored = Mapping[str, Tensor]
 def agreeing(quantisation: Quantisation) -> Weights | None:
     """Return the weight format whose kernels support the codes of most layers, by the config."""
     settings = quantisation.settings
+    if (found := small_floats(quantisation)) is not None:
+        return found
     if quantisation.method == "gptq":
         size = settings.get("group_size", 128)
         plain = settings.get("sym") and not settings.get("desc_act")
         return _kernels(settings.get("bits"), None if size in (None, -1) else size) if plain else None
     groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
-    found = {_of_group(group, settings.get("format")) for group in groups}
-    return found.pop() if quantisation.method == "compressed-tensors" and len(found) == 1 else None
+    kinds = {_of_group(group, settings.get("format")) for group in groups}
+    return kinds.pop() if quantisation.method == "compressed-tensors" and len(kinds) == 1 else None
 
 
 def _of_group(group: Mapping[str, Any], form: object) -> Weights | None:
@@ -58,6 +61,8 @@ def attach(model: nn.Module, folder: Path, quantisation: Quantisation, weights: 
     """Attach readers of stored codes to linear layers if ``weights`` has the checkpoint's format; return how many got one."""
     if agreeing(quantisation) != weights:
         return 0
+    if small_floats(quantisation) is not None:
+        return keep_small_floats(model, folder, quantisation)
     decode = _decode_gptq if quantisation.method == "gptq" else _decode_compressed
     bits, known = (4 if weights == "int4" else 8), 0
     places = dict(_places(folder))

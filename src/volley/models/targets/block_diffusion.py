@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from volley.types import DiffusionParams
+from volley.params import DiffusionParams
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ _REFUSED = {
     "llada": "every token sees every other, so no K/V can be kept",
     "dream": "every token sees every other, so no K/V can be kept",
     "llada2_moe": "transformers has no such architecture, and volley runs no code of a checkpoint. Register a class for it and "
-    "its rules, LLADA2 (docs/extending.md, A family of diffusion models)",
+    "its rules (docs/extending.md, A family of diffusion models)",
 }
 
 

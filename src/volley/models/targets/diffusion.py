@@ -16,16 +16,23 @@ from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.canvases import check_causal, read_kind
 from volley.models.targets.families import JOINT, DiffusionFamily, family_of
 from volley.models.targets.folders import check_files
-from volley.models.targets.loading import announce_download, bar_of_a_long_load, load_config, reading, straight_to
+from volley.models.targets.loading import (
+    announce_download,
+    bar_of_a_long_load,
+    keep_codes,
+    load_config,
+    reading,
+    straight_to,
+)
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
-from volley.types import DiffusionParams, Strategy
+from volley.params import DiffusionParams, Strategy
 
 SELF_STRATEGY: Strategy = "low_confidence_static"
 """Strategy of self-speculation, which drafts whole canvases."""
 
 _LENGTH_KEYS = ("block_size", "block_length", "bd_size")
-_MASKED = ("threshold", "sub_block", "edit_threshold")
+_MASKED = ("threshold", "sub_block")
 _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
 """Settings that only models with mask tokens read, and settings that only models with random tokens read."""
 
@@ -134,6 +141,7 @@ def _load_denoised(
     assert family.rules is not None, "a family without a loader has rules"
     where = usable_device(device)
     model = load_model(AutoModelForCausalLM, path, load_config(path), dtype, **straight_to(where)).to(where).eval()
+    keep_codes(model, path)
     accelerate(model, release=True)
     tokenizer = load_tokenizer(path)
     return Target(model, tokenizer, _as_saved(family.rules, values, tokenizer))

@@ -26,11 +26,11 @@ from volley.models.layers.accelerate import accelerate
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import load_model
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.models.targets.loading import straight_to
+from volley.models.targets.loading import keep_codes, straight_to
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import AttentionCall, Target, load_tokenizer
 from volley.models.targets.traits import turns_by_length
-from volley.types import DiffusionParams
+from volley.params import DiffusionParams
 
 _DEFAULTS = DiffusionParams(
     strategy="entropy_renoise",
@@ -202,6 +202,7 @@ class DiffusionGemma(Target):
         whole = model.model
         whole.decoder.layers = nn.ModuleList()  # the encoder's layers serve both, and the decoder may hold copies
         whole.encoder.vision_tower = whole.encoder.embed_vision = None  # images are refused
+        keep_codes(model, path, _TWINS)
         accelerate(model, release=True)
         return target
 

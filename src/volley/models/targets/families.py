@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from volley.errors import ConfigError
 from volley.models.targets.block_diffusion import BlockDiffusion
-from volley.types import DiffusionParams
+from volley.params import DiffusionParams
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +39,6 @@ FAST_DLLM = BlockDiffusion(
     defaults=DiffusionParams(canvas_length=32, strategy="low_confidence_dynamic", threshold=0.9, sub_block=8),
 )
 """Fast-dLLM v2: like SDAR, but row i of the logits predicts token i + 1, also in a causal pass, which is a block of one token."""
-LLADA2 = BlockDiffusion(
-    mask_token_id=156895,
-    is_aligned=True,
-    defaults=DiffusionParams(canvas_length=32, strategy="editing", threshold=0.95, edit_threshold=0.9),
-)
-"""LLaDA2.1: like SDAR, and revealed tokens may be replaced. With an ``edit_threshold`` of 1 it is LLaDA2.0."""
 JOINT = BlockDiffusion(
     mask_token_id=0,
     has_causal_context=True,

@@ -36,8 +36,10 @@ from volley.models.gguf.tokenizer import load_gguf_tokenizer
 from volley.models.layers.accelerate import Fill, filled
 from volley.models.layers.products import check_weights
 from volley.models.layers.unfilled import unfilled
+from volley.models.quantised.decoded import Twins
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
+from volley.models.quantised.small_floats import keep_small_floats
 from volley.models.quantised.stored_codes import attach
 from volley.models.targets.canvases import check_causal, config_values, kind_of, read_kind
 from volley.models.targets.families import family_of
@@ -205,6 +207,20 @@ def load_for_codes(
         known = attach(model, folder_of(path), quantisation, weights)
         log.warning("%s: %s layers compute with their stored codes; others are rounded anew", path, known or "no")
     return model, filled
+
+
+def keep_codes(model: PreTrainedModel, path: str | Path, twins: Twins | None = None) -> int:
+    """Keep the FP8 or NVFP4 codes of a loaded diffusion model that will run in bf16 on a CPU; return the number of modules.
+
+    Its passes over whole canvases hide what it costs to widen codes.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or is_gguf(path):
+        return 0
+    quantisation = quantisation_of(load_config(path))
+    kept = 0 if quantisation is None else keep_small_floats(model, folder_of(path), quantisation, twins)
+    if kept:
+        log.warning("%s: %d modules keep their codes, which become the decoded weights in a matmul", path, kept)
+    return kept
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from volley.errors import ConfigError
-from volley.types import SamplingParams
+from volley.params import SamplingParams
 
 _NAMES = {
     "temperature": "temperature",

@@ -49,7 +49,7 @@ from volley.native import TargetWeights
 _PATIENCE = timedelta(days=3650)  # an idle server sends nothing
 _DIVIDED = ("colwise", "rowwise")
 _WHOLE = "replicated_with_grad_allreduce"  # transformers' name for a weight that every rank has
-_REMEDY = "use vLLM: volley serve --engine vllm MODEL --tensor-parallel-size N"
+_REMEDY = "use vLLM: VOLLEY_DRAFTER=DRAFTER vllm serve MODEL --tensor-parallel-size N"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,12 +62,14 @@ class Taps:
 
     def take(self) -> Tensor:
         """Return the states of the last forward pass, ``[..., len(layer_ids) · H]``, and clear them."""
-        if self._left is not None:
-            left, self._left = self._left, None
-            return left
-        states = [self._states[index] for index in self.layer_ids]
-        self._states = {}
-        return torch.cat(states, dim=-1)
+        states = [self._states[index] for index in self.layer_ids] if self._left is None else []
+        features = torch.cat(states, dim=-1) if self._left is None else self._left
+        self.clear()
+        return features
+
+    def clear(self) -> None:
+        """Forget the states of the last forward pass."""
+        self._left, self._states = None, {}
 
     def close(self) -> None:
         for handle in self._handles:

@@ -89,9 +89,9 @@ function showRecalibration() {
   show("drift", signed(-total(now, "recalibration_drift")));
   show("training", total(now, "recalibration_training") ? "training may run" : "training waits for traffic");
   show("gain", signed(total(now, "recalibration_gain")));
-  show("swaps", count(labelled(now, "recalibration_swaps_total")));
+  show("swaps", count(total(now, "recalibration_swaps_total")));
   const failed = total(now, "recalibration_failures_total");
-  show("candidates", `${count(labelled(now, "recalibration_candidates_total"))} judged${failed ? ` · ${count(failed)} failed` : ""}`);
+  show("candidates", `${count(total(now, "recalibration_candidates_total"))} judged${failed ? ` · ${count(failed)} failed` : ""}`);
   show("kept", count(total(now, "recalibration_rows")));
   show("kept-tokens", `${count(total(now, "recalibration_tokens"))} tokens`);
 }

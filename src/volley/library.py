@@ -1,11 +1,17 @@
-"""Loader of the library of kernels, which is built when the package is installed, if there is a C compiler."""
+"""Loader of the library of kernels (``native/*.c``), which is built when the package is installed, if there is a C compiler.
+
+PyTorch is not imported here, so that commands that compute nothing can ask what the kernels support.
+"""
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_uint64, c_void_p
+from importlib.util import find_spec
 from pathlib import Path
 from sysconfig import get_config_var
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ProductStruct(Structure):
@@ -39,6 +45,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
     "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
     "lay_out_blocks": [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "widen_blocks": [POINTER(ProductStruct), c_void_p],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
     "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
@@ -49,7 +56,7 @@ _SIGNATURES: dict[str, list[object]] = {
         *(c_void_p, POINTER(c_int64), POINTER(c_float)),
     ],
     "follow": [
-        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
+        *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     ],
     "draw_after": [*[c_void_p] * 3, c_int64, c_int64, c_float, c_double, c_void_p, POINTER(c_int64)],
@@ -57,6 +64,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "take_token": [c_void_p],
     "paged_attention": [c_void_p, c_void_p],
     "mix_experts": [*[c_void_p] * 3, c_int64, c_void_p, c_void_p],
+    "mix_chosen_experts": [*[c_void_p] * 3, c_int64, c_void_p, c_void_p],
     "run_layers": [c_void_p, c_int64, *[c_void_p] * 6, c_int64, c_void_p],
 }
 
@@ -67,10 +75,11 @@ def load(folder: Path) -> ctypes.CDLL | None:
     Masks, recurrent states, noise and fp32 rows run on any CPU. ``library.usable(most)`` chooses the instructions for everything
     else, ``most`` or less: 3 with AMX tiles, 2 with AVX512's dot products, 1 with AVX2, 0 for an unsupported CPU.
     """
+    _load_openmp()
     own = str(get_config_var("EXT_SUFFIX"))  # a library for another version of Python may be built from older sources
     for path in sorted(folder.glob("_kernels*.so"), key=lambda path: not path.name.endswith(own)):
         try:
-            library = ctypes.CDLL(str(path))  # PyTorch's OpenMP runtime is loaded already, and serves this library too
+            library = ctypes.CDLL(str(path))
         except OSError:
             continue
         if not all(hasattr(library, name) for name in ("usable", *_SIGNATURES)):
@@ -83,7 +92,15 @@ def load(folder: Path) -> ctypes.CDLL | None:
     return None
 
 
-_library = load(Path(__file__).parent)
+def _load_openmp() -> None:
+    """Load PyTorch's OpenMP runtime, which then serves the kernels too: two runtimes would have threads of their own each."""
+    package = find_spec("torch")
+    for folder in (package and package.submodule_search_locations) or ():
+        for path in Path(folder, "lib").glob("libgomp*"):
+            ctypes.CDLL(str(path))
+
+
+_library = load(Path(__file__).parent / "native")
 is_built = _library is not None
 """True if the library was built from these sources; masks, recurrent states, noise and fp32 rows need no more."""
 _usable = 0 if _library is None else _library.usable(3)
@@ -99,5 +116,5 @@ def functions() -> ctypes.CDLL:
     return _library
 
 
-def pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: "Tensor | None") -> int | None:
     return None if tensor is None else tensor.data_ptr()

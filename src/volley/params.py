@@ -1,4 +1,4 @@
-"""Data passed between the layers: sampling parameters, proposals, verdicts and results."""
+"""Parameters of a request: sampling, and options of diffusion language models."""
 
 import hashlib
 import json
@@ -6,21 +6,16 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, Self, get_args
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
 from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown_key
 from volley.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort", "error"]
 DiffusionMode = Literal["diffusion", "autoregressive", "self"]
 Strategy = Literal[
-    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded", "editing", "entropy_renoise"
+    "low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded", "entropy_renoise"
 ]
 
 
@@ -32,9 +27,9 @@ class DiffusionParams:
     ``mode``: denoise canvases, decode one token at a time, or draft with canvases and verify token by token (``self``).
     ``canvas_length`` tokens are denoised together in at most ``max_steps`` passes. ``strategy`` selects the tokens that a pass
     reveals: those with a probability above ``threshold`` within the current ``sub_block``; a fixed number; the leftmost; or as
-    many as ``entropy_bound`` (nats) allows. ``editing`` replaces a revealed token if another one's probability exceeds
-    ``edit_threshold``. ``entropy_renoise`` is DiffusionGemma's strategy: temperatures from ``t_max`` to ``t_min``, until the best
-    tokens have not changed for ``stability_threshold`` passes and the mean entropy is below ``confidence_threshold``.
+    many as ``entropy_bound`` (nats) allows. ``entropy_renoise`` is DiffusionGemma's strategy: temperatures from ``t_max`` to
+    ``t_min``, until the best tokens have not changed for ``stability_threshold`` passes and the mean entropy is below
+    ``confidence_threshold``.
     """
 
     mode: DiffusionMode | None = None
@@ -44,7 +39,6 @@ class DiffusionParams:
     threshold: float | None = None
     sub_block: int | None = None
     entropy_bound: float | None = None
-    edit_threshold: float | None = None
     t_min: float | None = None
     t_max: float | None = None
     stability_threshold: int | None = None
@@ -64,9 +58,8 @@ class DiffusionParams:
             value = getattr(self, name)
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise ConfigError(f"DiffusionParams.{name} is {value!r}; it must be a finite number ≥ {least}")
-        for name in ("threshold", "edit_threshold"):
-            if (value := getattr(self, name)) is not None and value > 1:
-                raise ConfigError(f"DiffusionParams.{name} is {value!r}; it is a probability, at most 1")
+        if self.threshold is not None and self.threshold > 1:
+            raise ConfigError(f"DiffusionParams.threshold is {self.threshold!r}; it is a probability, at most 1")
         if self.t_min is not None and self.t_max is not None and self.t_min > self.t_max:
             raise ConfigError(
                 f"DiffusionParams: t_min {self.t_min} is above t_max {self.t_max}; steps go from t_max down"
@@ -103,17 +96,12 @@ _KINDS: dict[str, tuple[str, type]] = {
     **dict.fromkeys(("canvas_length", "max_steps", "sub_block", "stability_threshold"), ("a whole number", Integral)),
     "stream_drafts": ("true or false", bool),
 }
-_LEAST = {
-    "canvas_length": 1,
-    "max_steps": 1,
-    "threshold": 0,
-    "sub_block": 1,
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("canvas_length", "max_steps", "sub_block"), 1),
+    **dict.fromkeys(("threshold", "confidence_threshold", "stability_threshold"), 0),
     "entropy_bound": 0,
-    "edit_threshold": 0,
     "t_min": 0,
     "t_max": 1e-3,
-    "stability_threshold": 0,
-    "confidence_threshold": 0,
 }
 
 
@@ -182,18 +170,14 @@ class SamplingParams:
             if 0 < (getattr(self, name) or 0) < 1e-5:
                 object.__setattr__(self, name, 0.0)
         checks = [
-            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a finite number ≥ 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number ≥ 0"),
             ("top_k", self.top_k >= 0, "0 (keep all) or a positive count"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or a positive count"),
             ("stop", all(self.stop), "non-empty strings"),
             ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
-            (
-                "prompt_logprobs",
-                self.prompt_logprobs is None or self.prompt_logprobs >= 0,
-                "None, 0 or a positive count",
-            ),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "None, 0 or a positive count"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"),
@@ -204,12 +188,7 @@ class SamplingParams:
                 "a Grammar, such as Grammar.json_schema({...}), or None",
             ),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "a non-negative 63-bit integer"),
-            (
-                "draft_temperature",
-                self.draft_temperature is None
-                or (self.draft_temperature >= 0 and math.isfinite(self.draft_temperature)),
-                "a finite number ≥ 0, or None",
-            ),
+            ("draft_temperature", 0 <= (self.draft_temperature or 0) < math.inf, "a finite number ≥ 0, or None"),
         ]
         for name, good, want in checks:
             if not good:
@@ -257,187 +236,3 @@ class SamplingParams:
             return self
         digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
         return replace(self, seed=int.from_bytes(digest) >> 1)
-
-
-@dataclass(slots=True)
-class Late:
-    """Draft that is still on the device (``decode/late.py``)."""
-
-    token_ids: Tensor
-    """Token ids ``[k]``."""
-    confidence: Tensor | None = None
-    """Probabilities ``[k]`` in double precision, or ``None`` if not requested."""
-
-    def first(self, size: int) -> "Late":
-        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
-
-
-@dataclass(slots=True)
-class Proposal:
-    """Draft of the tokens that follow one request's anchor.
-
-    ``token_ids`` ``[k]`` are the draft tokens. ``draft_probs`` ``[k, n]`` is the distribution that each token was drawn from
-    given the ones before it, after temperature and truncation, over the tokens ``drafted [n]`` or the whole vocabulary. It is
-    ``None`` when no such distribution is known (multi-step denoising, trees) or needed (greedy). ``parents [k]`` makes the tokens
-    a tree: ``parents[i]`` is the parent of token i, 0 for the anchor and ``j + 1`` for token ``j < i``. ``None``: every token
-    follows the one before it.
-    """
-
-    token_ids: list[int]
-    draft_probs: Tensor | None = None
-    parents: tuple[int, ...] | None = None
-    confidence: list[float] = field(default_factory=list)
-    """Largest probability of the drafter at each draft position, in its first pass, if requested. In a greedy walk it is the
-    probability given the previous token, among the candidates. In a tree it is each node's probability, ancestors included."""
-    late: Late | None = None
-    """Tokens on the device until the host has read them; ``token_ids`` are zeros until then."""
-    drafted: Tensor | None = None
-
-    def first(self, size: int) -> "Proposal":
-        """Return the first tokens of a chain. The confidences of all tokens are kept."""
-        known, late = self.draft_probs, self.late
-        probs = None if known is None else known[:size]
-        return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, late=late and late.first(size))
-
-
-@dataclass(slots=True)
-class Lattice:
-    """Candidates at every position of one block, and each one's logit after every candidate at the position before.
-
-    ``tokens [k, C]`` are distinct within a position. ``scores [k, C, C]``: ``scores[i, c, j]`` is the drafter's logit of
-    ``tokens[i, j]`` after ``tokens[i − 1, c]``; at position 0, which follows the anchor, it is equal for all c. The shape is
-    ``[k, 1, C]`` if no position depends on the one before.
-    """
-
-    tokens: NDArray[np.int64]
-    scores: NDArray[np.float32]
-
-
-@dataclass(slots=True)
-class Verdict:
-    """Result of verifying one proposal: ``accepted`` draft tokens, then the target's own next token."""
-
-    accepted: int
-    token_ids: list[int]
-    """Accepted draft tokens and the bonus token: ``accepted + 1`` tokens."""
-    path: tuple[int, ...] | None = None
-    """Accepted nodes of a tree, numbered as in ``Proposal.parents``; ``None`` for a chain, which keeps its first tokens."""
-
-
-@dataclass
-class GenerationStats:
-    """Statistics of one request. Seconds are wall time of the steps in which it took part."""
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    """Number of prompt tokens found in the prefix cache."""
-    accepted_lengths: list[int] = field(default_factory=list)
-    """Tokens gained by each decoding cycle, bonus token included."""
-    block_sizes: list[int] = field(default_factory=list)
-    """Tokens verified by each decoding cycle, anchor included."""
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    walk_seconds: float = 0.0
-    """Part of ``draft_seconds`` that a sequential head takes. On a GPU, for a lattice it includes the wait for the drafter,
-    and for a walk only the launch."""
-    verify_seconds: float = 0.0
-    time_to_first_token: float = 0.0
-    total_seconds: float = 0.0
-    preemptions: int = 0
-    denoising_steps: int = 0
-    """Number of passes that denoised a canvas of this request."""
-    commit_passes: int = 0
-    """Number of passes of a diffusion request after its prompt that denoised nothing: they committed a block or verified a
-    draft."""
-    canvas_steps: list[int] = field(default_factory=list)
-    """Number of passes over each canvas whose tokens were output."""
-    first_tokens: int = 1
-    """Number of output tokens at ``time_to_first_token``: more than one from a canvas."""
-    last_tokens: int = 0
-    """Number of output tokens of the last pass that yielded any."""
-
-    def add(self, draft: float, walk: float, verify: float) -> None:
-        """Add the seconds of one decoding cycle."""
-        self.draft_seconds += draft
-        self.walk_seconds += walk
-        self.verify_seconds += verify
-
-    @property
-    def canvases(self) -> int:
-        """Number of canvases whose tokens were output, without drafts of mode ``self``."""
-        return len(self.canvas_steps)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens gained per cycle of draft and verification (τ), bonus token included; 1.0 is plain decoding."""
-        return sum(self.accepted_lengths) / len(self.accepted_lengths) if self.accepted_lengths else 1.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens gained per target pass after the prompt; τ for a request without a canvas."""
-        passes = self.denoising_steps + self.commit_passes
-        return self.output_tokens / passes if passes else self.acceptance_length
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Output tokens per denoising pass without commits, as transformers defines it; 0 without a canvas."""
-        return self.output_tokens / self.denoising_steps if self.denoising_steps else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """Output tokens after the first ones per second after these; if all came at once, all tokens per second."""
-        seconds, tokens = self.total_seconds - self.time_to_first_token, self.output_tokens - self.first_tokens
-        if tokens == 0 and self.first_tokens > 1:
-            return self.output_tokens / self.total_seconds
-        return tokens / seconds if seconds > 0 and tokens > 0 else 0.0
-
-
-@dataclass
-class GenerationResult:
-    """Result of one finished request."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: GenerationStats
-    logprobs: list[float] | None = None
-    """Natural log-probability of each output token, if requested."""
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Likeliest tokens and their log-probabilities at each output token, if requested."""
-    prompt_logprobs: list[float] | None = None
-    """Log-probability of each prompt token except the first, given those before it, if requested."""
-    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Likeliest tokens at each of these prompt tokens."""
-    error: str | None = None
-    """Error message if ``finish_reason`` is "error": the logits were not finite. The tokens before are correct."""
-
-
-MASKED = "░"
-"""Character shown for a mask in a draft's text."""
-
-
-@dataclass(frozen=True)
-class CanvasDraft:
-    """Current canvas after the text so far; all of it may still change."""
-
-    step: int
-    """Number of passes over the canvas so far."""
-    text: str
-    """Text of the canvas, with masks as :data:`MASKED`."""
-    token_ids: list[int | None]
-    """Token ids of the canvas; ``None`` for a mask."""
-
-
-@dataclass
-class TextChunk:
-    """Piece of streamed text. ``from_draft`` is true if its tokens were drafted, by the drafter or by prompt lookup.
-
-    With ``DiffusionParams(stream_drafts=True)`` chunks follow other passes too: without text, but with a ``draft`` that differs
-    from the previous one. Each draft replaces the previous one and is replaced by the next chunk.
-    """
-
-    text: str
-    token_ids: list[int]
-    from_draft: bool
-    draft: CanvasDraft | None = None

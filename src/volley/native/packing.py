@@ -1,97 +1,24 @@
-"""Weight formats of ``products.c``: bf16 numbers, volley's own quantised formats, and those of GGUF files."""
+"""Codes of quantised weights, and their packed layout in ``products.c``."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Weights = Literal["bf16", "int8", "int4"]
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
-BLOCK, GROUP, PACK, LARGE = 16, 64, 32, 256
-"""Numbers of outputs in a block, of inputs that share a scale in int8 and int4, of inputs whose codes are packed together, and of
-inputs that share the scale of their groups' scales."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """Weight format: ``code · scale``, or ``code · scale + least``, for every group of inputs."""
-
-    name: str
-    """Name of the format, one of :data:`WEIGHTS` or of GGUF's types."""
-    bits: int
-    group: int
-    """Number of inputs that share a scale."""
-    scale: torch.dtype = torch.float16
-    zero: int = 0
-    """Stored code of the number zero."""
-    has_least: bool = False
-    has_factors: bool = False
-    """True if scales and minima are a number for 256 inputs times an integer for each group."""
-    table: tuple[int, ...] = ()
-    """Numbers that the codes index; empty: codes are numbers themselves."""
-
-    @property
-    def weights(self) -> Weights:
-        """Return the user's name of the format's class: bf16, int8 or int4."""
-        if self.name == "bf16":
-            return "bf16"
-        return "int8" if self.bits > 4 else "int4"
-
-    @property
-    def by_output(self) -> bool:
-        """Return whether all inputs of an output share one scale."""
-        return self.name == "int8"
-
-    @property
-    def inputs(self) -> int:
-        """Return the number of which a layer's inputs must be a multiple."""
-        return LARGE if self.has_factors else max(self.group, PACK)
-
-    @property
-    def scaled_inputs(self) -> int:
-        """Return the number of inputs whose scales are stored together."""
-        return LARGE if self.has_factors else self.group
-
-    @property
-    def scale_bytes(self) -> int:
-        """Return the bytes of the scales that are stored together, for 16 outputs."""
-        factors = LARGE // self.group if self.has_factors else 0
-        return (self.scale.itemsize + factors) * (1 + self.has_least) * BLOCK
-
-
-_DOUBLED_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12)
-_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_ALL = (
-    Format("bf16", 16, GROUP, torch.bfloat16),
-    Format("int8", 8, GROUP, torch.float32, 128),
-    Format("int4", 4, GROUP, torch.float32, 8),
-    Format("Q8_0", 8, 32, zero=128),
-    Format("Q5_0", 5, 32, zero=16),
-    Format("Q4_0", 4, 32, zero=8),
-    Format("Q5_1", 5, 32, has_least=True),
-    Format("Q4_1", 4, 32, has_least=True),
-    Format("Q6_K", 6, 16, zero=32, has_factors=True),
-    Format("Q5_K", 5, 32, has_least=True, has_factors=True),
-    Format("Q4_K", 4, 32, has_least=True, has_factors=True),
-    Format("Q3_K", 3, 16, zero=4, has_factors=True),
-    Format("Q2_K", 2, 16, has_least=True, has_factors=True),
-    Format("IQ4_NL", 4, 32, table=_NONLINEAR),
-    Format("IQ4_XS", 4, 32, table=_NONLINEAR, has_factors=True),
-    Format("MXFP4", 4, 32, torch.bfloat16, table=(*_DOUBLED_FLOATS, *(-number for number in _DOUBLED_FLOATS))),
-)
-FORMATS = {own.name: own for own in _ALL}
-"""Formats by name, in the order of their numbers in the library."""
-NUMBERS = {name: number for number, name in enumerate(FORMATS)}
-STORED = {name: own for name, own in FORMATS.items() if name not in WEIGHTS}
-"""Formats of GGUF files."""
+from volley.weights import BLOCK, FLOATS, GROUP, LARGE, Format
 
 
 class Codes(NamedTuple):
-    """Quantised weight: ``codes [out, in]`` (int8) with 0 for the number zero, their scales and minima."""
+    """Quantised weight: ``codes [out, in]`` (int8) with 0 for the number zero, their scales and minima.
+
+    Small floats are bytes: FP8 with scales ``[out, in / 64]``; pairs of NVFP4 ``[out, in / 2]``, whose scales are ``factors``
+    ``[out, in / 16]`` (e4m3) divided by ``scales [out]``.
+    """
 
     format: Format
     codes: Tensor
@@ -102,12 +29,27 @@ class Codes(NamedTuple):
     factors: Tensor | None = None
     """Integer factors ``[out, in / group, 1 or 2]`` (int8) of scales and minima."""
 
+    @property
+    def in_blocks(self) -> bool:
+        """Return False, because codes and scales are split."""
+        return False
+
     def rows(self, rows: slice) -> "Codes":
         """Return the codes of some outputs."""
         return Codes(self.format, *(None if part is None else part[rows] for part in self[1:]))  # type: ignore[arg-type]
 
+    def forget(self, rows: slice) -> None:
+        """Do nothing, because the codes are in memory whole."""
+
     def dense(self) -> Tensor:
         """Decode the weight ``[out, in]`` to fp32."""
+        if self.format.name == "FP8":
+            return self.codes.view(torch.float8_e4m3fn).float() * self.scales.repeat_interleave(GROUP, dim=1)
+        if self.format.name == "NVFP4":
+            assert self.factors is not None
+            pairs = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1).long()
+            scales = self.factors.view(torch.float8_e4m3fn).float() / self.scales[:, None]
+            return torch.tensor(FLOATS)[pairs] * scales.repeat_interleave(16, dim=1)
         codes = self.codes.float()
         if self.format.table:
             codes = torch.tensor(self.format.table, dtype=torch.float32)[self.codes.long()]
@@ -126,7 +68,8 @@ class Codes(NamedTuple):
         wide = numbers.float().view(len(numbers), -1, 1)
         if self.factors is None:
             return wide
-        return wide.repeat_interleave(LARGE // self._group, dim=1) * self.factors[..., place : place + 1]
+        factors = self.factors[..., place : place + 1]
+        return wide.repeat_interleave(LARGE // self._group, dim=1) * factors * self.format.unit
 
 
 class StoredBlocks(NamedTuple):
@@ -143,37 +86,60 @@ class CodeSource(Protocol):
     @property
     def format(self) -> Format: ...
 
-    def rows(self, rows: slice, /) -> Codes | StoredBlocks: ...
+    @property
+    def in_blocks(self) -> bool:
+        """Return whether rows are :class:`StoredBlocks`."""
+
+    def rows(self, rows: slice, /) -> Codes | StoredBlocks:
+        """Return the codes of some outputs."""
+
+    def forget(self, rows: slice, /) -> None:
+        """Give back the memory of outputs that were read."""
 
 
 class StackedCodes:
-    """Stacked codes of one format."""
+    """Stacked codes of one format, all of them in blocks or none."""
 
     def __init__(self, parts: Sequence[CodeSource], sizes: Sequence[int]) -> None:
         """Stack ``parts`` with ``sizes`` outputs each."""
-        self.format = parts[0].format
-        assert all(part.format == self.format for part in parts), "codes of several formats"
+        self.format, self.in_blocks = parts[0].format, parts[0].in_blocks
+        assert all(_alike(part, parts[0]) for part in parts), "codes of several formats"
         self._parts = tuple(zip(parts, sizes, strict=True))
+        self._begins = [*accumulate(sizes, initial=0)]
 
     def rows(self, rows: slice) -> Codes | StoredBlocks:
-        begin, found = 0, list[Codes | StoredBlocks]()
-        for part, size in self._parts:
-            own = slice(max(rows.start - begin, 0), min(rows.stop - begin, size))
-            if own.start < own.stop:
-                found.append(part.rows(own))
-            begin += size
-        if isinstance(found[0], StoredBlocks):
+        found = [part.rows(own) for part, own in self._in(rows)]
+        if len(found) == 1:
+            return found[0]
+        if self.in_blocks:
             return StoredBlocks(self.format, np.concatenate([one[1] for one in found]))
         columns = zip(*(one[1:] for one in found), strict=True)
         joined = [None if parts[0] is None else torch.cat(parts) for parts in columns]
         return Codes(self.format, *joined)  # type: ignore[arg-type]
 
+    def forget(self, rows: slice) -> None:
+        for part, own in self._in(rows):
+            part.forget(own)
+
+    def _in(self, rows: slice) -> Iterator[tuple[CodeSource, slice]]:
+        """Yield each part with some of the outputs, and which of its own these are."""
+        first = bisect_right(self._begins, rows.start) - 1
+        for (part, size), begin in zip(self._parts[first:], self._begins[first:], strict=False):
+            own = slice(max(rows.start - begin, 0), min(rows.stop - begin, size))
+            if own.start >= own.stop:
+                break
+            yield part, own
+
+
+def _alike(one: CodeSource, other: CodeSource) -> bool:
+    return one.format == other.format and one.in_blocks == other.in_blocks
+
 
 def stacked(codes: Iterable[tuple[CodeSource, int]]) -> list[tuple[CodeSource, int]]:
-    """Stack codes of layers, given with the outputs of each; neighbours of one format are joined."""
+    """Stack codes of layers, given with the outputs of each; neighbours of one format are joined if they are stored alike."""
     runs: list[list[tuple[CodeSource, int]]] = []
     for one, size in codes:
-        if runs and runs[-1][0][0].format == one.format:
+        if runs and _alike(runs[-1][0][0], one):
             runs[-1].append((one, size))
         else:
             runs.append([(one, size)])
@@ -243,8 +209,8 @@ def _bytes(rows: Tensor) -> Tensor:
 def unpacked_scales(scales: Tensor, of: Format) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Unpack ``scales [n, parts, bytes]`` of blocks to scales, minima and factors ``[n, …, 16]``, the 16 outputs last."""
     each = 1 + of.has_least
-    direct = each * BLOCK * of.scale.itemsize
-    numbers = scales[..., :direct].contiguous().view(of.scale).view(*scales.shape[:2], each, BLOCK)
+    direct = each * BLOCK * of.scale_size
+    numbers = scales[..., :direct].contiguous().view(getattr(torch, of.scale)).view(*scales.shape[:2], each, BLOCK)
     factors = scales[..., direct:].contiguous().view(torch.int8) if of.has_factors else None
     return (
         numbers[:, :, 0],
