@@ -133,7 +133,8 @@ def test_one_bad_moment_does_not_make_large_passes_free(bad: int) -> None:
     cost, quiet = PassCost(measure), PassCost(truth)
     for tokens, requests in [(48, 8), (64, 16), (256, 16), (8, 8)]:
         assert cost(tokens, requests) == pytest.approx(quiet(tokens, requests), rel=0.05)
-    assert asked == 7 + (bad == 6), "a large pass is timed again"
+    # 1, 8 and 32 tokens twice, then 128 once. After a slow 8 the 32 looks likely, and a slow 128 is timed again.
+    assert asked == {1: 6, 6: 8}.get(bad, 7)
 
 
 def test_more_tokens_never_take_less() -> None:
