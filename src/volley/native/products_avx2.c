@@ -100,6 +100,19 @@ AVX2 INLINE __m256i unpack(int kind, const uint8_t *pack, int quad) {
     return codes;
 }
 
+/* Add products of pairs to 16-bit or 32-bit sums. GCC would keep all products of a group on the stack and add them at its end. */
+#define ADD_PAIRS(sum, weights, four)                                                               \
+    do {                                                                                            \
+        __m256i pairs;                                                                              \
+        __asm__ volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(pairs) : "x"(weights), "x"(four)); \
+    } while (0)
+#define ADD_SIGNED(sum, weights, sizes, four)                                                       \
+    do {                                                                                            \
+        __m256i pairs;                                                                              \
+        __asm__ volatile("vpsignb %2, %4, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"      \
+                         : "+x"(sum), "=&x"(pairs) : "x"(weights), "x"(sizes), "x"(four), "xm"(ones)); \
+    } while (0)
+
 /* Add the integer sums of one group of inputs to ``found``, for signed codes. The instruction takes one unsigned factor, and two
    products must not overflow 16 bits, so a weight's sign moves to its input. */
 AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const int8_t *x, int64_t inputs, int count,
@@ -115,10 +128,7 @@ AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const in
         }
         for (int r = 0; r < count; r++) {
             __m256i four = broadcast(x + r * inputs + quad * 4);
-            for (int h = 0; h < 2; h++) {
-                __m256i pairs = _mm256_maddubs_epi16(sizes[h], _mm256_sign_epi8(four, weights[h]));
-                found[r][h] = _mm256_add_epi32(found[r][h], _mm256_madd_epi16(pairs, ones));
-            }
+            for (int h = 0; h < 2; h++) ADD_SIGNED(found[r][h], weights[h], sizes[h], four);
         }
     }
 }
@@ -131,13 +141,16 @@ AVX2 INLINE void unsigned_group(int kind, const uint8_t *pack, int first, const 
     __m256i ones = _mm256_set1_epi16(1);
     _Pragma("GCC unroll 4") for (int from = 0; from < quads; from += run) {
         __m256i sums[4][2];
-        for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
         _Pragma("GCC unroll 8") for (int quad = from; quad < from + run; quad++) {
             __m256i weights[2];
             for (int h = 0; h < 2; h++) weights[h] = unpack(kind, pack + h * 32, first + quad);
             for (int r = 0; r < count; r++) {
                 __m256i four = broadcast(x + r * inputs + quad * 4);
-                for (int h = 0; h < 2; h++) sums[r][h] = _mm256_add_epi16(sums[r][h], _mm256_maddubs_epi16(weights[h], four));
+                for (int h = 0; h < 2; h++)
+                    if (quad == from)
+                        sums[r][h] = _mm256_maddubs_epi16(weights[h], four);
+                    else
+                        ADD_PAIRS(sums[r][h], weights[h], four);
             }
         }
         for (int r = 0; r < count; r++)
