@@ -1,6 +1,7 @@
 """Decisions of goodput where costs and chances are known."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,25 @@ def goodput(token: float, draft: float = 0.1) -> Goodput:
     policy = Goodput()
     policy.attach(8, Costs(lambda tokens, requests: draft, lambda tokens, requests: 1 + token * tokens))
     return policy
+
+
+def test_each_request_of_an_idle_engine_is_judged_by_its_own_blocks() -> None:
+    """Texts for which drafting pays follow others for which it does not; a drafter that is never right costs little."""
+    for right, most in (((0.1, 0.8), 0.8), ((0.8, 0.8), 0.65), ((0.02, 0.02), 1.04)):
+        policy, random = goodput(0.13, 0.5), np.random.default_rng(0)
+        made, spent = np.zeros(2), np.zeros(2)
+        for number in range(16):
+            for _ in range(80):
+                (ask,) = policy.decide([replace(views([7], max_nodes=0)[0], request_id=number)], 1)
+                sure = np.clip(random.normal(right[number % 2], 0.15, ask.positions), 0.02, 0.98)
+                cycle = [Cycle(number, ask, sure.tolist())]
+                (size,) = policy.trim(cycle)
+                conclude(cycle[0], size, int(np.cumprod(random.random(size) < right[number % 2]).sum()))
+                policy.observe(cycle)
+                made[number % 2] += 1 + cycle[0].accepted
+                spent[number % 2] += (1 + 0.13 * (1 + size)) / 1.13 + 0.5 / 1.13 * bool(ask.positions)
+            policy.end(number)
+        assert spent.sum() / made.sum() <= most, "in plain steps"
 
 
 def test_free_slots_are_all_verified_and_dear_ones_are_not() -> None:

@@ -24,6 +24,13 @@ from volley.policies.probes import WORTHWHILE, cycles_between
 _REVIEW = 64  # cycles between two reviews, each of which takes 0.5 to 1 ms; the first ones come sooner
 _REMEMBERED = 64  # blocks of each kind that a review uses: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before its first review; until then blocks are whole
+_FEW = 2  # requests up to which each is judged by its own blocks, because texts differ
+_OPENING = 3  # blocks that each of a few requests begins with,
+_PROBED = 3  # and their number of positions
+_PROMISING = 2.0  # least speedup of an opening's cycle whose tokens are all right
+_PRIOR = 2  # blocks of earlier requests that count beside those of a few requests
+_MOST_TRUST = 1.5  # bound of how much better than expected drafts count
+_SOON = 4  # least number of cycles between two reviews
 _NODES = 15  # nodes of a tree, without the anchor; larger trees gain less than they cost
 _NEARLY_FREE = 1.5  # trees are used if verifying whole ones takes at most this many times as long as plain decoding
 _OFTEN, _SELDOM = 2, 16  # bounds of the number of cycles between two that a request is learnt from: 10 to 40 µs a block
@@ -42,6 +49,7 @@ class _Review:
     left: int = 0  # cycles until the next review
     copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
     room: int = 0  # prompt-lookup tokens that fit a cycle
+    opening: Plan | None = None  # plan for the first blocks of a request, if the best one drafts nothing
     others: list[tuple[Plan, int]] = field(default_factory=list)  # plans to probe, each once in this many cycles
 
 
@@ -50,7 +58,7 @@ class Goodput(Policy):
 
     Each block is drafted with that many positions, and cut at the first position whose probability is below the threshold. The
     cut depends on no token and on no position after it. Each kind of request (greedy or sampled, chain or tree) has its own
-    number and threshold.
+    number and threshold. One or two requests are judged by their own blocks, and each begins with three drafts.
     """
 
     uses_confidence = uses_costs = True
@@ -60,8 +68,11 @@ class Goodput(Policy):
         self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
         self.recurrence = Acceptance(OF_FOUND)
-        # Last blocks by kind: the probability of each position, the expected number of accepted tokens, and the actual one.
-        self._blocks = [deque[tuple[list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
+        # Last blocks by kind: the request, the probability of each position, the expected number of accepted tokens, and the
+        # actual one.
+        self._blocks = [deque[tuple[int, list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
+        self._learnt: dict[int, int] = {}  # blocks learnt from, by request: those that were once among a few
+        self._changed = 0  # cycle in which the last of these began
         self._usual: list[list[float]] = [[] for _ in range(KINDS)]  # mean probabilities at the last review
         # Reviews by the kinds of request in the batch, and whether each kind has enough blocks.
         self._reviews: dict[frozenset[tuple[int, bool]], _Review] = {}
@@ -100,7 +111,8 @@ class Goodput(Policy):
             for view in views
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
-        plan, is_probe = self._choose(kinds, {kind for view, kind in zip(views, kinds, strict=True) if view.limit})
+        drafting = {kind for view, kind in zip(views, kinds, strict=True) if view.limit}
+        plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
         asks, room = list[Ask](), 0 if is_probe else self._review.room
@@ -124,12 +136,29 @@ class Goodput(Policy):
         return self._tree_nodes[under_way]
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
-        return _SAMPLE if under_way >= self._hopeless.get(frozenset(sampled), under_way + 1) else 1
+        opened = sum(count >= _OPENING for count in self._learnt.values())
+        is_hopeless = under_way >= self._hopeless.get(frozenset(sampled), under_way + 1)
+        return _SAMPLE if is_hopeless and (under_way > _FEW or opened >= under_way) else 1
 
-    def _choose(self, kinds: list[int], drafting: Set[int]) -> tuple[Plan, bool]:
+    def _are_few(self, number: int) -> bool:
+        """Return True if each of ``number`` requests is judged by its own blocks."""
+        return number <= _FEW and not self._prompts_go_on
+
+    def _opens(self, views: Sequence[View]) -> bool:
+        """Return True if one of a few requests has too few blocks to be judged by. Reviews begin anew with each request."""
+        if self.block_size == 1 or not self._are_few(len(views)):
+            return False
+        for view in views:
+            if view.request_id not in self._learnt:
+                self._learnt[view.request_id], self._changed = 0, self._cycle
+                self._reviews.clear()
+        return any(view.limit and self._learnt[view.request_id] < _OPENING for view in views)
+
+    def _choose(self, kinds: list[int], drafting: Set[int], *, opens: bool) -> tuple[Plan, bool]:
         """Return the plan of this cycle, and True if it is a probe: a plan that is tried to keep its measurements up to date.
 
-        Requests of the kinds in ``drafting`` can be drafted for; the others end with their next token.
+        Requests of the kinds in ``drafting`` can be drafted for; the others end with their next token. If ``opens``, something
+        is drafted.
         """
         assert self.costs is not None
         if self.block_size > 1 and not all(map(self._knows, drafting)):
@@ -143,6 +172,8 @@ class Goodput(Policy):
             review = self._reviews[present] = self._look(kinds)
         review.left -= 1
         self._review = review
+        if opens and review.opening:
+            return review.opening, True
         for index, (plan, every) in enumerate(review.others):
             if self._cycle >= self._tried[index] + every and (drafting or not any(plan.slots)):
                 self._trial = index
@@ -160,19 +191,26 @@ class Goodput(Policy):
         self._tree_nodes.clear()
         gains, trust = {}, [1.0] * KINDS
         for kind in filter(self._knows, set(kinds)) if self.block_size > 1 else ():
-            blocks, expected, right = zip(*self._blocks[kind], strict=True)
+            own = list(self._blocks[kind])
+            if self._are_few(len(kinds)):
+                others = [block for block in own if block[0] not in self._learnt]
+                own = others[-_PRIOR:] + [block for block in own if block[0] in self._learnt]
+            _, blocks, expected, right = zip(*own, strict=True)
             gains[kind] = np.array(list(zip_longest(*blocks, fillvalue=0.0)))
             self._usual[kind] = np.maximum(gains[kind].mean(axis=1), 1e-6).tolist()
-            # The acceptance model, by which drafts are cut, learns slowly that confident drafts may be wrong. What the last
-            # blocks lack beyond one standard deviation, or about one token if none came, is not chance.
-            missing = sum(expected) - sum(right) - (sum(right) + 1) ** 0.5
-            trust[kind] = 1 - max(0.0, missing) / max(sum(expected), 1.0)
+            # The acceptance model, by which drafts are cut, learns slowly. A deviation of the last blocks beyond one standard
+            # deviation, or about one token if none was accepted, is not chance.
+            lead, chance = sum(right) - sum(expected), (sum(right) + 1) ** 0.5
+            beyond = lead - min(max(lead, -chance), chance)
+            trust[kind] = min(1 + beyond / max(sum(expected), 1.0), _MOST_TRUST)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
         plain = planner.promise([PLAIN] * KINDS)
-        review = _Review(plain, len(kinds), min(self._cycle, _REVIEW))
+        left = min(self._cycle, max(self._cycle - self._changed, _SOON), _REVIEW)
+        review = _Review(plain, len(kinds), left)
         if gains:
             best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
             review.plan, other = (best, plain) if best.rate > WORTHWHILE * plain.rate else (plain, best)
+            review.opening = self._opening(planner, plain) if review.plan is plain else None
             self._note_hope(kinds, best.rate > plain.rate / WORTHWHILE)
             for plan in (other, whole):
                 if plan.waiting <= planner.most_seconds:
@@ -181,6 +219,13 @@ class Goodput(Policy):
         if self.uses_lookup:
             review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
         return review
+
+    def _opening(self, planner: Planner, plain: Plan) -> Plan | None:
+        """Return the plan for the first blocks of a request; ``None`` if it would gain little were all of its tokens right."""
+        size = min(_PROBED, self.block_size - 1)
+        plan = planner.whole(size)
+        gain = (1 + size) * plain.seconds / plan.seconds
+        return plan if gain > _PROMISING and plan.waiting <= planner.most_seconds else None
 
     def _note_hope(self, kinds: list[int], is_near: bool) -> None:
         """Record whether drafting is close to paying. If it is not, it is not for more requests either."""
@@ -218,6 +263,7 @@ class Goodput(Policy):
         for cycle in cycles:
             kind = _kind(cycle.ask)
             is_trial = len(self._blocks[kind]) < _ENOUGH or not plan.slots[kind] or cycle.ask.price != plan.prices[kind]
+            is_trial |= self._learnt.get(cycle.request_id, _OPENING) < _OPENING
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
                 continue
             if cycle.found_right:
@@ -229,9 +275,15 @@ class Goodput(Policy):
                 expected = sum(gains[: len(cycle.right)])
                 # Probabilities of positions that were not drafted are assumed to fall off as usual.
                 gains += [gains[-1] * later / usual[len(gains) - 1] for later in usual[len(gains) :]]
-                self._blocks[kind].append((gains, expected, sum(cycle.right)))
+                self._blocks[kind].append((cycle.request_id, gains, expected, sum(cycle.right)))
+                if cycle.request_id in self._learnt:
+                    self._learnt[cycle.request_id] += 1
+                    if self._learnt[cycle.request_id] == _OPENING:
+                        self._reviews.clear()
+                        self._tried = [self._cycle] * 2
 
     def end(self, request_id: int) -> None:
+        self._learnt.pop(request_id, None)
         self.acceptance.end(request_id)
         self.recurrence.end(request_id)
 

@@ -52,7 +52,7 @@ class Planner:
         """Longest allowed wait of a prompt for a cycle, in seconds."""
         prices = _PRICES[:1] if costs.drafts_late else _PRICES
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
-        slots = np.append(0, np.repeat(sizes, len(prices)))
+        slots = self._slots = np.append(0, np.repeat(sizes, len(prices)))
         self._options = np.zeros((4, KINDS, len(slots)))  # rows: slots, prices, tokens and verified, as in Plan
         self._spread = np.zeros((2, KINDS, len(slots)))  # rows: variance and maximum of what a request verifies
         self._options[0] = slots
@@ -63,7 +63,7 @@ class Planner:
         for kind, chances in gains.items():
             kept = chances >= prices[:, None, None]  # [prices, slots, blocks]
             last = np.minimum(sizes, len(chances)) if kind < TREE else np.full(len(sizes), len(chances))
-            for row, values in ((2, kept * (trust[kind] * chances)), (3, kept)):
+            for row, values in ((2, kept * np.minimum(trust[kind] * chances, 1.0)), (3, kept)):
                 self._options[row, kind, 1:] += values.mean(axis=2).cumsum(axis=1)[:, last - 1].T.ravel()
             if self.most_seconds < np.inf:
                 self._spread[0, kind, 1:] = kept.cumsum(axis=1)[:, last - 1].var(axis=2).T.ravel()
@@ -74,6 +74,10 @@ class Planner:
         (rate,), (seconds,), (waiting,) = self._expect(np.array(options)[:, None])
         slots, *expected = self._options[:, range(KINDS), options].tolist()
         return Plan(float(rate), float(seconds), float(waiting), list(map(int, slots)), *expected)
+
+    def whole(self, size: int) -> Plan:
+        """Return the plan that verifies whole drafts of ``size`` positions, one of the lengths that are tried."""
+        return self.promise([int(np.flatnonzero(self._slots == size)[0])] * KINDS)
 
     def best(self) -> Plan:
         """Return the best plan that drafts and does not keep prompts waiting too long; the plain one if there is none.
