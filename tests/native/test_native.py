@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
-from tests.native.codes import OF_CODES, SMALL_FLOATS, made_up, made_up_floats
+from tests.native.codes import OF_CODES, SMALL_FLOATS, made_up, made_up_floats, quantise_int4, quantise_int8, rounded
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import native
 from volley.native import Product, Weights, sampling
-from volley.native.codes import quantise_int4, quantise_int8
 from volley.native.packing import Codes
 from volley.weights import BLOCK, FORMATS, GROUP, LARGE, WEIGHTS
 
@@ -187,13 +186,7 @@ def test_many_rows_are_shared_among_threads() -> None:
 
 def exact_weight(weight: Tensor, kind: Weights) -> Tensor:
     """The weight in fp32 that a product of this kind stands for."""
-    if kind == "int8":
-        codes, scales = quantise_int8(weight)
-        return codes.float() * scales[:, None]
-    if kind == "int4":
-        codes, scales = quantise_int4(weight)
-        return (codes.float().view(len(weight), -1, GROUP) * scales[..., None]).view(weight.shape)
-    return weight.float()
+    return weight.float() if kind == "bf16" else rounded(weight, kind).dense()
 
 
 def exact_inputs(x: Tensor, group: int | None) -> Tensor:
