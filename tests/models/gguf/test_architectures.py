@@ -31,7 +31,7 @@ def decoded(stored: Codes | StoredBlocks) -> torch.Tensor:
 
 
 def test_every_architecture_is_tested() -> None:
-    assert {architecture for architecture, _ in EVERY.values()} == ARCHITECTURES.keys()
+    assert {architecture for architecture, *_ in EVERY.values()} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("case", EVERY)

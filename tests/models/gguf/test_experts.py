@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.gguf import converted
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_matrices, write_model
+from tests.models.gguf.converted import EVERY, random_model
+from tests.models.gguf.files import write_matrices
 from tests.models.gguf.test_codes import check_drafts_change_nothing
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import Engine, native
@@ -55,14 +55,8 @@ KINDS: dict[str, Kind] = {
 
 
 def write(folder: Path, family: str, kind: Kind, **changes: Any) -> Path:
-    path, sizes = folder / "model.gguf", {**FAMILIES[family], **changes}
-    if family != "qwen3moe":
-        return write_matrices(path, converted.random_model(family, **sizes), converted.EVERY[family][0], kind)
-
-    def of(name: str) -> str:
-        return "F32" if "ffn_gate_inp" in name else kind if isinstance(kind, str) else kind(name)
-
-    return write_model(path, random_model(family, **sizes), family, of, tokenizer=bpe_tokenizer())
+    model = random_model(family, **{**FAMILIES[family], **changes})
+    return write_matrices(folder / "model.gguf", model, EVERY[family][0], kind)
 
 
 def loaded(path: Path, weights: Weights | None = None) -> Target:
