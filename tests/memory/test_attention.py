@@ -1,6 +1,7 @@
 """Both attention implementations against a loop over the definition, on random ragged batches."""
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -197,23 +198,8 @@ SEGMENTS = st.lists(
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
-def test_random_ragged_batches(  # type: ignore[no-untyped-def]
-    shapes, page_size, layout, window, heads, softcap, sinks, copy_limit, padded, trees, symmetric, kind, seed
-) -> None:
-    check(
-        shapes,
-        page_size=page_size,
-        layout=layout,
-        window=window,
-        heads=heads,
-        softcap=softcap,
-        sinks=sinks,
-        trees=trees,
-        symmetric=symmetric,
-        kind=kind,
-        limits=GroupLimits(copy_limit, padded, padded or DEFAULT_LIMITS.padded_keys),
-        seed=seed,
-    )
+def test_random_ragged_batches(copy_limit: int, padded: int, **drawn: Any) -> None:
+    check(**drawn, limits=GroupLimits(copy_limit, padded, padded or DEFAULT_LIMITS.padded_keys))
 
 
 @given(
@@ -225,19 +211,8 @@ def test_random_ragged_batches(  # type: ignore[no-untyped-def]
     kind=st.sampled_from(["auto", "auto", "int8", "int4"]),
     seed=st.integers(0, 1000),
 )
-def test_random_ring_tables(shapes, page_size, window, heads, symmetric, kind, seed) -> None:  # type: ignore[no-untyped-def]
-    check(
-        shapes,
-        page_size=page_size,
-        layout="ring",
-        window=window,
-        heads=heads,
-        softcap=None,
-        sinks=False,
-        seed=seed,
-        symmetric=symmetric,
-        kind=kind,
-    )
+def test_random_ring_tables(**drawn: Any) -> None:
+    check(**drawn, layout="ring", softcap=None, sinks=False)
 
 
 def test_planning_happens_once_for_all_layers() -> None:
