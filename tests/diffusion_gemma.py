@@ -9,6 +9,10 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 from transformers.generation.streamers import BaseStreamer
 
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.memory.batch import RaggedBatch, Segment
+from volley.memory.kv_cache import BlockTable
+from volley.memory.kv_store import make_store
+from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.procedures.request import Request
 
 VOCAB = 99
@@ -69,6 +73,22 @@ def in_fp64(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDif
     model.set_experts_implementation("eager")  # the grouped products have no fp64
     model.double()
     return model
+
+
+def made_up(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a prompt, a canvas behind it, and the logits of the canvas's last pass."""
+    torch.manual_seed(1)
+    return torch.randint(VOCAB, (length,)), torch.randint(VOCAB, (CANVAS,)), torch.randn(CANVAS, VOCAB)
+
+
+def logits_of(target: DiffusionGemma, prompt: Tensor, canvas: Tensor, last: Tensor) -> Tensor:
+    """Return the canvas's logits of one pass over both."""
+    store = make_store("auto", target.kv_shapes, 40, target.dtype, torch.device("cpu"))
+    groups = (1,) * len(prompt) + (CANVAS,)
+    segment = Segment(BlockTable(4, range(10)), 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last))
+    with torch.inference_mode():
+        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
+        return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
 
 
 class TorchNoise:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from tests.conftest import byte_tokenizer
+from tests.tiny import eager_model, target_config
+
+Save = Callable[[PreTrainedModel, Path], None]
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
+
+
+def compressed(scheme: str) -> Save:
+    return lambda model, folder: save_compressed(model, scheme, folder)
+
+
+def saved(folder: Path, save: Save) -> Path:
+    """Save a wide model with a tokenizer."""
+    save(eager_model(target_config(**WIDE, vocab_size=300)).requires_grad_(False), folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def quantise(

@@ -43,7 +43,6 @@ _SIGNATURES: dict[str, list[object]] = {
     "put_codes": [c_int64, c_void_p, c_int64, c_int64, c_void_p],
     "read_rows": [POINTER(ProductStruct), c_void_p, c_int64, c_void_p],
     "decode_blocks": [c_int64, c_void_p, c_int64, c_void_p, c_void_p],
-    "take_blocks": [c_int64, c_void_p, c_int64, *[c_void_p] * 3],
     "lay_out_blocks": [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "widen_blocks": [POINTER(ProductStruct), c_void_p],
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],

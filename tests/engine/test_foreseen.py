@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from tests import hybrid
 from tests.conftest import byte_tokenizer
 from tests.models.families import COMMON, FUSED, OTHERS
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_matrices, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import bpe_tokenizer, write_matrices, write_model
 from tests.tiles import needs_kernels
 from tests.tiny import SHAPE, VOCAB
 from volley import Engine

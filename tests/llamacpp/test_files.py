@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from tests.llamacpp.running import SERVER, convert_all, llama_server
 from tests.models.gguf.converted import CASES, random_model
 from tests.models.gguf.files import bpe_tokenizer, train_bpe, write_model
-from tests.models.gguf.files import random_model as random_llama
 from volley.models.gguf.model import load_model
 from volley.models.gguf.splits import SPLITS
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
@@ -66,7 +65,7 @@ def greedy_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("name", {split: name for name, split in SPLITS.items()}.values())
 def test_text_is_cut_as_llama_cpp_cuts_it(tmp_path: Path, name: str) -> None:
     own = greedy_tokenizer()
-    model = random_llama("llama", vocab_size=len(own), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    model = random_model("llama", vocab_size=len(own), num_hidden_layers=1, hidden_size=32, intermediate_size=32)
     path = write_model(tmp_path / "model.gguf", model, "llama", tokenizer=own, split=name)
     found = load_gguf_tokenizer(path)
     with llama_server(tmp_path / "log", "-m", str(path)) as client:

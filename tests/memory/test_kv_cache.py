@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from volley.errors import CapacityError, ConfigError
 from volley.memory.kv_cache import BlockTable, PagePool
-from volley.memory.kv_store import DenseKVStore, bytes_per_token
 
 SIZE = 3
 PAGES = 10
@@ -51,28 +50,6 @@ def test_a_ring_wraps_around() -> None:
 def test_positions_beyond_the_pages_are_refused() -> None:
     with pytest.raises(AssertionError, match="allocated pages"):
         BlockTable(4, [0]).slots(0, 5)
-
-
-def test_store_writes_where_it_is_told() -> None:
-    store = DenseKVStore([(2, 3), (1, 5)], 8, torch.float32, torch.device("cpu"))
-    store.write(1, torch.tensor([6, 0]), torch.ones(2, 1, 5), torch.full((2, 1, 5), 2.0))
-    assert store.keys[1].sum(dim=(1, 2)).tolist() == [5, 0, 0, 0, 0, 0, 5, 0]
-    assert store.values[1].sum(dim=(1, 2)).tolist() == [10, 0, 0, 0, 0, 0, 10, 0]
-    assert not store.keys[0].any()
-    assert store.nbytes == 8 * bytes_per_token("auto", [(2, 3), (1, 5)], torch.float32)
-
-
-@pytest.mark.parametrize(("source", "target"), [([5], [1]), ([3, 4, 6], [2, 3, 4]), ([1, 2, 3], [3, 1, 2]), ([], [])])
-def test_moved_slots_may_overlap(source: list[int], target: list[int]) -> None:
-    shapes = [(2, 3), (1, 5)]
-    store = DenseKVStore(shapes, 8, torch.float32, torch.device("cpu"))
-    for layer, shape in enumerate(shapes):
-        store.write(layer, slice(0, 8), torch.randn(8, *shape), torch.randn(8, *shape))
-    before = [cache.clone() for cache in (*store.keys, *store.values)]
-    store.move(torch.tensor(source, dtype=torch.long), torch.tensor(target, dtype=torch.long))
-    for old, new in zip(before, (*store.keys, *store.values), strict=True):
-        for slot in range(8):
-            assert torch.equal(new[slot], old[source[target.index(slot)] if slot in target else slot])
 
 
 def test_a_request_keeps_consecutive_pages_while_others_grow_beside_it() -> None:

@@ -115,16 +115,23 @@ def test_layers_may_differ_in_shape(kind: KVDtype) -> None:
         store.write_layers(slice(0, 1), keys, keys)
 
 
+@pytest.mark.parametrize(("source", "target"), [([5], [1]), ([3, 4, 6], [2, 3, 4]), ([3, 5, 2], [1, 2, 3]), ([], [])])
+@pytest.mark.parametrize("shapes", [[(2, 8), (2, 8)], [(2, 8), (1, 6)]], ids=["alike", "unlike"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_moving_slots(kind: KVDtype) -> None:
+def test_moved_slots_may_overlap(
+    kind: KVDtype, shapes: list[tuple[int, int]], source: list[int], target: list[int]
+) -> None:
     torch.manual_seed(0)
-    store = make_store(kind, [(2, 8)] * 2, 8, torch.float32, CPU)
-    store.write_layers(slice(0, 8), *torch.randn(2, 2, 8, 2, 8))
+    store = make_store(kind, shapes, 8, torch.float32, CPU)
+    for layer, shape in enumerate(shapes):
+        store.write(layer, slice(0, 8), *torch.randn(2, 8, *shape))
     before = [store.read(layer, torch.arange(8)) for layer in range(2)]
-    store.move(torch.tensor([3, 5, 2]), torch.tensor([1, 2, 3]))
+    store.move(*(torch.tensor(slots, dtype=torch.long) for slots in (source, target)))
+    came = torch.arange(8)
+    came[target] = torch.tensor(source, dtype=torch.long)
     for layer in range(2):
         for mine, old in zip(store.read(layer, slice(0, 8)), before[layer], strict=True):
-            assert torch.equal(mine, old[[0, 3, 5, 2, 4, 5, 6, 7]])
+            assert torch.equal(mine, old[came])
 
 
 def test_a_dense_store_is_read_in_place() -> None:

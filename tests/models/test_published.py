@@ -94,6 +94,45 @@ def test_shapes_of_published_drafters(name: str) -> None:
     assert parse_config(config.to_json()) == config
 
 
+def test_the_shapes_of_a_published_dflash2() -> None:
+    raw = drafter(4096, 12288, 32, (45, 154880), [5, 14, 24, 33, 42], 154856)
+    raw |= {
+        "is_causal": False,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention"] * 5,
+        "sliding_window": 2048,
+    }
+    sizes = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
+    config = parse_config({**raw, "dflash_config": {**raw["dflash_config"], **sizes, "block_size": 8}})
+    assert config.head == HeadConfig(type="selector", rank=256, candidates=16)
+    assert (config.block_size, config.sliding_window, config.causal_layers) == (8, 2048, ())
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+    assert shapes["layers.4.attention_conv.base_kernel"] == (2, 2, 4096)
+    assert shapes["layers.4.mlp_conv.kernel_projection.weight"] == (2 * 2 * 4096 // 16, 4096)
+    assert shapes["head.predecessor_codebook"] == shapes["head.successor_codebook"] == (154880, 256)
+    assert shapes["head.context.weight"] == (256, 4096)
+    assert parse_config(config.to_json()) == config
+
+
+def test_the_shapes_of_a_published_domino() -> None:
+    raw = drafter(4096, 12288, 32, (36, 151936), QWEN_TAPS, 151669) | full(5) | {"block_size": 16, "emb_dim": 256}
+    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1, "projector_type": "domino"}
+    raw["dflash_config"] |= {**sizes, "shift_label": True}
+    config = parse_config(raw)
+    assert config.head == HeadConfig(type="domino", rank=256, state=1024, uncorrected=1)
+    assert (config.sample_from_anchor, config.block_size) == (True, 17)  # sixteen slots, each drafts a token
+    with torch.device("meta"):
+        state = Drafter(config).state_dict()
+    assert state["head.prefix_gru.weight_ih_l0"].shape == (3 * 1024, 4096)
+    assert state["head.embed_proj.0.weight"].shape == (256, 4096 + 1024)
+    assert state["head.embed_proj.2.weight"].shape == (151936, 256)
+    assert parse_config(config.to_json()) == config
+    del raw["dflash_config"]["gru_hidden_dim"]
+    with pytest.raises(ConfigError, match=r"head\.state is None; Domino's head has a state, of a positive size"):
+        parse_config(raw)
+
+
 def test_logits_are_capped() -> None:
     plain, capped = (random_drafter(final_logit_softcapping=cap) for cap in (None, 2.0))
     hidden, head = torch.randn(3, 32), torch.nn.Linear(32, 50, bias=False)

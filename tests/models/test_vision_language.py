@@ -8,21 +8,13 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.tiny import SHAPE, VOCAB, greedy
+from tests.models.targets.test_target import COMMON
+from tests.tiny import greedy
 from volley import Engine, SamplingParams
 from volley.models.targets.loading import load_causal_lm
 from volley.models.targets.target import Target
 
-TEXT: dict[str, Any] = {
-    **SHAPE,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+TEXT: dict[str, Any] = {**COMMON, "num_hidden_layers": 3}
 SEES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.native.codes import rows_of
 from volley import native
 from volley.native import blocks
-from volley.native.codes import LaidOut, lay_out, put_rows, put_rows_slowly
-from volley.native.packing import StackedCodes, StoredBlocks
+from volley.native.codes import LaidOut, lay_out, put_rows
+from volley.native.packing import Codes, StackedCodes, StoredBlocks
 from volley.weights import STORED
 
 pytestmark = [
@@ -52,23 +53,12 @@ def check(kind: str, data: NDArray[np.uint8]) -> None:
     expected = decoded(kind, data)
     for dtype in blocks.DTYPES:
         assert_equal(blocks.decode(kind, data, dtype), expected.to(dtype))
-    codes = blocks.take(kind, data)
-    assert codes.format == STORED[kind]
+    of, rows = STORED[kind], len(data)
+    laid = LaidOut.unset(of, rows, expected.shape[1])
+    put_rows(StoredBlocks(of, data), of, laid)
+    codes = rows_of(laid, of, rows)
+    assert isinstance(codes, Codes)
     assert_equal(codes.dense(), expected)
-
-
-@given(kind=st.sampled_from(list(TYPES)), rows=st.integers(1, 50), count=st.integers(1, 9), seed=st.integers(0, 10_000))
-def test_blocks_are_laid_out_as_their_codes_are(kind: str, rows: int, count: int, seed: int) -> None:
-    of, random = STORED[kind], np.random.default_rng(seed)
-    data = random.integers(0, 256, (rows, count * blocks.BYTES[kind]), dtype=np.uint8)
-    stored = StoredBlocks(of, data)
-    found, expected = (LaidOut.unset(of, rows, count * of.scaled_inputs) for _ in range(2))
-    put_rows(stored, of, found)
-    put_rows_slowly(stored, of, expected)
-    assert torch.equal(found.codes, expected.codes)
-    assert found.scales is not None
-    assert expected.scales is not None
-    assert torch.equal(found.scales, expected.scales)
 
 
 @given(kind=st.sampled_from(list(TYPES)), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3))
@@ -139,4 +129,4 @@ def test_every_scale() -> None:
 
 def test_blocks_that_are_not_all_there_are_refused() -> None:
     with pytest.raises(AssertionError, match="33 bytes are no blocks of 34"):
-        blocks.take("Q8_0", np.zeros((1, 33), np.uint8))
+        blocks.decode("Q8_0", np.zeros((1, 33), np.uint8), torch.float32)

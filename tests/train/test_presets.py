@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import Gemma3TextConfig, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.models.gguf.files import random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import write_model
 from volley import native
 from volley.errors import CheckpointError, ConfigError
 from volley.train.options import TrainConfig

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from tests.conftest import byte_tokenizer
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import bpe_tokenizer, write_model
 from tests.serve.running import running
 from tests.train.runs import EXPERTS, MIXED, SHAPE
 from volley import Engine, SamplingParams

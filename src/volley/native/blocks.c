@@ -1,5 +1,4 @@
-/* Blocks of GGUF files: decode them, split them into codes and scales, or lay them out for the matmuls. Reference, to the bit: the
- * package gguf, and volley/native/codes.py for the layout. */
+/* Blocks of GGUF files: decode them, or lay them out for the matmuls. Reference, to the bit: the package gguf. */
 #include "products.h"
 
 /* Bytes of a block of 32 or 256 numbers. */
@@ -140,24 +139,9 @@ INLINE void decode_block(int kind, const uint8_t *block, float *wide, bf16 *out)
     }
 }
 
-INLINE void take_block(int kind, const uint8_t *block, int8_t *codes, uint8_t *scales, int8_t *factors) {
-    Parts parts;
-    int numbers = scaled_inputs(kind), groups = numbers / FORMATS[kind].group;
-    open_block(kind, block, &parts);
-    memcpy(codes, parts.codes, numbers);
-    memcpy(scales, parts.halves, 2 * num_scales(kind));
-    if (FORMATS[kind].scale == PRODUCT)
-        for (int g = 0; g < groups; g++) memcpy(factors + g * num_scales(kind), parts.factors[g], num_scales(kind));
-}
-
 FOR_EACH_CPU static void decode_row(int64_t kind, const uint8_t *block, float *wide, bf16 *out) {
 #define DECODE(kind) decode_block(kind, block, wide, out)
     BY_STORED(kind, DECODE)
-}
-
-FOR_EACH_CPU static void take_row(int64_t kind, const uint8_t *block, int8_t *codes, uint8_t *scales, int8_t *factors) {
-#define TAKE(kind) take_block(kind, block, codes, scales, factors)
-    BY_STORED(kind, TAKE)
 }
 
 /* Decode blocks to fp32 or to bf16; the other output is null. */
@@ -166,15 +150,6 @@ void decode_blocks(int64_t kind, const uint8_t *blocks, int64_t count, float *wi
 #pragma omp parallel for
     for (int64_t i = 0; i < count; i++)
         decode_row(kind, blocks + i * bytes, wide ? wide + i * numbers : 0, out ? out + i * numbers : 0);
-}
-
-/* Split blocks: codes [count, 32 or 256], fp16 (bf16) scales and minima [count, 1 or 2], and for PRODUCT factors
- * [count, groups, 1 or 2]. */
-void take_blocks(int64_t kind, const uint8_t *blocks, int64_t count, int8_t *codes, uint8_t *scales, int8_t *factors) {
-    int64_t numbers = scaled_inputs((int)kind), bytes = BYTES[kind], own = num_scales((int)kind);
-#pragma omp parallel for
-    for (int64_t i = 0; i < count; i++)
-        take_row(kind, blocks + i * bytes, codes + i * numbers, scales + i * 2 * own, factors + i * numbers / FORMATS[kind].group * own);
 }
 
 /* Lay out block ``at`` of row ``row`` of 16 outputs: its codes as put_pack does, its scales and minima, and their factors. */

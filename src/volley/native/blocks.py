@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, decoded, split into codes and scales, or laid out in C. The reference is the package ``gguf``."""
+"""Blocks of GGUF files, decoded or laid out in C. The reference is the package ``gguf``."""
 
 import numpy as np
 import torch
@@ -6,7 +6,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.library import functions, is_built
-from volley.native.packing import Codes
 from volley.weights import NUMBERS, PACK, STORED
 
 BYTES = {
@@ -40,18 +39,6 @@ def decode(kind: str, blocks: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     places = (numbers.data_ptr(), None) if dtype == torch.float32 else (None, numbers.data_ptr())
     functions().decode_blocks(*_of(kind, blocks), *places)
     return numbers
-
-
-def take(kind: str, blocks: NDArray[np.uint8]) -> Codes:
-    """Split ``blocks [rows, bytes]`` into codes ``[rows, in]`` and their scales."""
-    of, rows, inputs = STORED[kind], len(blocks), _inputs(kind, blocks)
-    each = 1 + of.has_least
-    codes = torch.empty(rows, inputs, dtype=torch.int8)
-    scales = torch.empty(rows, inputs // of.scaled_inputs, each, dtype=getattr(torch, of.scale))
-    factors = torch.empty(rows, inputs // of.group, each, dtype=torch.int8) if of.has_factors else None
-    places = (codes.data_ptr(), scales.data_ptr(), None if factors is None else factors.data_ptr())
-    functions().take_blocks(*_of(kind, blocks), *places)
-    return Codes(of, codes, scales[..., 0], scales[..., 1] if of.has_least else None, factors)
 
 
 def lay_out(kind: str, blocks: NDArray[np.uint8], codes: Tensor, scales: Tensor) -> None:

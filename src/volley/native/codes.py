@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from volley.library import functions, is_built, pointer
+from volley.library import functions, pointer
 from volley.native import blocks as stored_blocks
-from volley.native.packing import Codes, CodeSource, StoredBlocks, packed, packed_scales, unpacked, unpacked_scales
+from volley.native.packing import Codes, CodeSource, StoredBlocks, packed_scales, unpacked, unpacked_scales
 from volley.native.pages import in_large_pages
 from volley.weights import BLOCK, FORMATS, GROUP, NUMBERS, PACK, Format
 
@@ -63,8 +63,7 @@ def lay_out(weight: WeightSource, of: Format, stored: CodeSource | None = None) 
         rows = slice(first, min(first + step, outputs))
         part = weight[rows] if stored is None else stored.rows(rows)
         blocks = whole.blocks(slice(first // BLOCK, -(-rows.stop // BLOCK)))
-        put = put_small_floats if of.is_wide else put_rows if is_built else put_rows_slowly
-        put(part, of, blocks)
+        (put_small_floats if of.is_wide else put_rows)(part, of, blocks)
         if stored is not None:
             stored.forget(rows)
     return whole
@@ -126,20 +125,6 @@ def _small_floats_back(own: LaidOut, of: Format, count: int) -> Codes:
     return Codes(of, codes, whole, None, by_row(own.scales[:, BLOCK * 4 :].contiguous()))
 
 
-def put_rows_slowly(part: Tensor | Codes | StoredBlocks, of: Format, to: LaidOut) -> None:
-    """Reference of :func:`put_rows`, to the bit."""
-    if isinstance(part, StoredBlocks):
-        part = stored_blocks.take(of.name, part.blocks)
-    if not isinstance(part, Codes):
-        if of.name == "bf16":
-            rows = _padded(part)
-            to.codes[:] = rows.view(len(rows) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
-            return
-        part = Codes(of, *(quantise_int8 if of.name == "int8" else quantise_int4)(part))
-    to.codes[:] = packed(_padded(part.codes), of)
-    _put_scales(part, to)
-
-
 def _padded(rows: Tensor) -> Tensor:
     """Pad ``rows`` with zeros to whole blocks."""
     missing = -len(rows) % BLOCK
@@ -174,13 +159,6 @@ def taken_back(blocks: LaidOut, of: Format, outputs: int, rows: slice) -> Codes 
     return Codes(of, unpacked(lines, of), *scales)  # type: ignore[arg-type]
 
 
-def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes ``[out, in]`` and scales ``[out]``; a weight is about its code times its output's scale."""
-    values = weight.float()
-    scales = (values.abs().amax(dim=1) / 127).clamp_min(1e-30)
-    return (values / scales[:, None]).round().nan_to_num_(0.0).to(torch.int8), scales
-
-
 def quantise_finely(weight: Tensor) -> Codes:
     """Quantise ``[out, in]`` to int8 with fp16 scales for 32 inputs, like GGUF's Q8_0."""
     of = FORMATS["Q8_0"]
@@ -189,32 +167,3 @@ def quantise_finely(weight: Tensor) -> Codes:
     inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
     codes = (values * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
     return Codes(of, codes.view(weight.shape), scales)
-
-
-def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes ``[out, in]`` from −8 to 7 and scales ``[out, in / 64]``, the best of nine by squared error."""
-    values = weight.float().view(len(weight), -1, GROUP)
-    extreme = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
-    best = torch.ones_like(extreme)
-    least = torch.full_like(extreme, torch.inf)
-    for steps in torch.linspace(-9.5, -6.5, 9).tolist():  # the largest weight becomes about −8, which has no opposite
-        scales = extreme / steps
-        scales = torch.where(scales.abs() < 1e-30, 1e-30, scales)
-        error = _total(_int4(values, scales).mul_(scales).sub_(values).square_())
-        better = error < least
-        least, best = torch.where(better, error, least), torch.where(better, scales, best)
-    codes = _int4(values, best).nan_to_num_(0.0)
-    best = torch.where(extreme.isfinite(), best, torch.nan)  # a damaged weight becomes NaN, as it would in bf16
-    return codes.to(torch.int8).view(weight.shape), best[..., 0].contiguous()
-
-
-def _int4(values: Tensor, scales: Tensor) -> Tensor:
-    return (values / scales).round_().clamp_(-8, 7)
-
-
-def _total(parts: Tensor) -> Tensor:
-    """Sum ``[..., 64]`` to ``[..., 1]`` by halves; the order of PyTorch's sum depends on the CPU's vector width."""
-    while parts.shape[-1] > 1:
-        half = parts.shape[-1] // 2
-        parts = parts[..., :half] + parts[..., half:]
-    return parts

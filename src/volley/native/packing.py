@@ -152,14 +152,6 @@ def stacked(codes: Iterable[tuple[CodeSource, int]]) -> list[tuple[CodeSource, i
 # -- packed layout --------------------------------------------------------------------------------------------------------
 
 
-def packed(codes: Tensor, of: Format) -> Tensor:
-    """Pack codes ``[out, in]``, a multiple of 16 outputs, to bytes ``[out / 16, in / 32, bits, 16, 4]`` (``put_pack`` in C)."""
-    zero = 0 if of.table else of.zero
-    quads = (codes.to(torch.int16) + zero).to(torch.uint8).view(len(codes), -1, 8, 4)
-    lines = [_lines(quads >> first & 2**size - 1, size) for size, first in _halves(of.bits)]
-    return _side_by_side(torch.cat(lines, dim=2))
-
-
 def unpacked(lines: Tensor, of: Format) -> Tensor:
     """Unpack lines ``[..., in / 32, bits, 4]`` to codes ``[..., in]``."""
     quads, begin = torch.zeros(*lines.shape[:-2], 8, 4, dtype=torch.int16), 0
@@ -176,12 +168,6 @@ def _halves(bits: int) -> list[tuple[int, int]]:
     """Split a code into its lowest four or two bits and those above; return number of bits and first bit of each part."""
     low = 8 if bits == 8 else 4 if bits >= 4 else 2
     return [(low, 0)] + [(bits - low, low)] * (bits > low)
-
-
-def _lines(quads: Tensor, size: int) -> Tensor:
-    """Join parts of ``size`` bits of neighbouring quads ``[out, packs, 8, 4]`` into bytes ``[out, packs, size, 4]``."""
-    together = quads.view(*quads.shape[:2], size, 8 // size, 4).long() << torch.arange(0, 8, size)[:, None]
-    return together.sum(dim=3).to(torch.uint8)
 
 
 def _side_by_side(rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-/* Quantise weights to int8 and int4, and pack them for the matmuls. Reference, to the bit: volley/native/codes.py. */
+/* Quantise weights to int8 and int4, and pack them for the matmuls. Reference, to the bit: tests/native/codes.py. */
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off") /* the reference rounds products before it adds them */
 #endif

@@ -1,8 +1,6 @@
 """The Triton attention kernel against the reference: on a GPU compiled, elsewhere in Triton's interpreter."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -198,23 +196,3 @@ def test_parts_have_programs_of_their_own_where_tiles_leave_processors_idle(monk
     assert not is_parted(200, 1)
     assert not is_parted(8000, 64)
     assert not is_parted(8000, 1, 2**24)
-
-
-def test_a_kernel_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[torch.device] = []
-
-    @contextmanager
-    def selected(device: torch.device) -> Iterator[None]:
-        current.append(device)
-        yield
-        current.pop()
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda: seen.append((grid, list(current)))
-
-    seen: list[tuple[tuple[int, ...], list[torch.device]]] = []
-    monkeypatch.setattr(torch.cuda, "device", selected)
-    launching.launch(Kernel(), (3,), torch.device("cuda:1"))
-    launching.launch(Kernel(), (4,), torch.device("cpu"))
-    assert seen == [((3,), [torch.device("cuda:1")]), ((4,), [])]

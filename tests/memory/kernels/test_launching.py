@@ -18,10 +18,7 @@ class Recorded:
         return lambda *arguments, **constants: self.calls.append((grid, arguments, constants))
 
 
-def test_a_kernel_gets_its_grid_and_arguments() -> None:
-    kernel = Recorded()
-    launch(kernel, (2, 3), torch.device("cpu"), "x", SIZE=4)
-    assert kernel.calls == [((2, 3), ("x",), {"SIZE": 4})]
+def test_a_cpu_is_one_processor() -> None:
     assert num_processors(torch.device("cpu")) == 1
     assert leaves_idle(1, torch.device("cpu"))
     assert not leaves_idle(2, torch.device("cpu"))
@@ -43,7 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     @contextmanager
     def entered(*given: Any, **settings: Any) -> Any:
-        names = [own.name for own in given if isinstance(own, Stream | Graph)]
+        names = [str(own.name if isinstance(own, Stream | Graph) else own) for own in given]
         seen.append(f"in {' '.join(names)} {settings.get('pool', '')}".strip())
         yield
 
@@ -70,13 +67,22 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+def test_a_kernel_gets_its_grid_and_arguments_on_the_device_of_its_tensors(seen: list[str]) -> None:
+    kernel = Recorded()
+    launch(kernel, (2, 3), torch.device("cpu"), "x", SIZE=4)
+    assert seen == []
+    launch(kernel, (3,), torch.device("cuda:1"))
+    assert seen == ["in cuda:1"]
+    assert kernel.calls == [((2, 3), ("x",), {"SIZE": 4}), ((3,), (), {})]
+
+
 def test_a_graph_is_captured_after_two_runs_beside(seen: list[str]) -> None:
     """The calls that PyTorch's documentation asks for, in their order; what they do is seen on a GPU alone."""
     replay = capture(lambda: seen.append("run"), torch.device("cuda", 7))
     assert replay is not None
     replay()
     assert seen == [
-        "in",
+        "in cuda:7",
         "beside waits for current",
         "in beside",
         "run",

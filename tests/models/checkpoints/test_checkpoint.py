@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tiny import drafter_config, random_drafter
 from volley.errors import CheckpointError, ConfigError
-from volley.models.checkpoints.checkpoint import DrafterConfig
+from volley.models.checkpoints.checkpoint import DrafterConfig, HeadConfig
 from volley.models.drafters.drafter import Drafter
 from volley.tensors import load_tensors, save_tensors
 
@@ -134,8 +134,9 @@ def test_wrong_configs_are_named(raw: dict[str, Any], message: str) -> None:
         DrafterConfig.from_json(raw)
 
 
-def test_a_saved_drafter_loads_as_it_was(tmp_path: Path) -> None:
-    drafter = random_drafter()
+@pytest.mark.parametrize("head", [None, HeadConfig(type="residual", rank=5, candidates=7)])
+def test_a_saved_drafter_loads_as_it_was(tmp_path: Path, head: HeadConfig | None) -> None:
+    drafter = random_drafter(head=head)
     drafter.save_pretrained(tmp_path)
     loaded = Drafter.from_pretrained(tmp_path, dtype=torch.float32)
     assert loaded.config == drafter.config
@@ -143,7 +144,8 @@ def test_a_saved_drafter_loads_as_it_was(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], weight.bfloat16().float()), name
     names = load_tensors(tmp_path / "model.safetensors").keys()
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.q_norm.weight"} < names
-    assert not any("embed" in name or "head" in name or "inv_freq" in name for name in names)
+    assert not any("embed" in name or "lm_head" in name or "inv_freq" in name for name in names)
+    assert sum(name.startswith("head.") for name in names) == (0 if head is None else 3)
 
 
 def save(folder: Path) -> dict[str, Tensor]:

@@ -174,59 +174,6 @@ def test_wrong_speculators_configs_are_named(changes: dict[str, Any], message: s
         parse_config({**foreign(), **changes})
 
 
-# The configs of published drafters, as their authors have them.
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["DFlash2DraftModel"],
-    "attention_bias": False,
-    "dflash_config": {
-        "block_size": 8,
-        "conv_group_size": 16,
-        "conv_kernel_size": 2,
-        "mask_token_id": 154856,
-        "selector_rank": 256,
-        "selector_top_k": 16,
-        "target_layer_ids": [5, 14, 24, 33, 42],
-    },
-    "dtype": "bfloat16",
-    "eos_token_id": [154820, 154827, 154829],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "is_causal": False,
-    "layer_types": ["sliding_attention"] * 5,
-    "max_position_embeddings": 1048576,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 45,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "sliding_window": 2048,
-    "tie_word_embeddings": False,
-    "transformers_version": "5.7.0",
-    "use_sliding_window": True,
-    "vocab_size": 154880,
-}
-
-
-def test_the_shapes_of_a_published_dflash2() -> None:
-    config = parse_config(PUBLISHED)
-    assert config.head == HeadConfig(type="selector", rank=256, candidates=16)
-    assert (config.block_size, config.sliding_window, config.causal_layers) == (8, 2048, ())
-    with torch.device("meta"):
-        state = Drafter(config).state_dict()
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in state.items() if "layers." not in name or "layers.4." in name
-    }
-    assert shapes["layers.4.attention_conv.base_kernel"] == (2, 2, 4096)
-    assert shapes["layers.4.mlp_conv.kernel_projection.weight"] == (2 * 2 * 4096 // 16, 4096)
-    assert shapes["head.predecessor_codebook"] == shapes["head.successor_codebook"] == (154880, 256)
-    assert shapes["head.context.weight"] == (256, 4096)
-    assert parse_config(config.to_json()) == config
-
-
 def test_dspark_in_the_layout_of_its_other_trainer() -> None:
     raw = drafter_config().to_json()
     raw["dflash_config"] |= {"projector_type": "dspark", "markov_rank": 4, "enable_confidence_head": True}
@@ -234,30 +181,6 @@ def test_dspark_in_the_layout_of_its_other_trainer() -> None:
     assert (config.head, config.sample_from_anchor) == (HeadConfig(type="dspark", rank=4), False)
     raw["dflash_config"]["markov_head_type"] = "looped"
     with pytest.raises(ConfigError, match="markov_head_type is 'looped'; volley reads 'vanilla'"):
-        parse_config(raw)
-
-
-def test_the_shapes_of_a_published_domino() -> None:
-    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1, "projector_type": "domino"}
-    shape = {"hidden_size": 4096, "vocab_size": 151936, "num_target_layers": 36, "block_size": 16, "emb_dim": 256}
-    raw = {**PUBLISHED, **shape, "architectures": ["DominoDraftModel"], "layer_types": ["full_attention"] * 5}
-    raw["dflash_config"] = {
-        "mask_token_id": 151669,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        **sizes,
-        "shift_label": True,
-    }
-    config = parse_config(raw)
-    assert config.head == HeadConfig(type="domino", rank=256, state=1024, uncorrected=1)
-    assert (config.sample_from_anchor, config.block_size) == (True, 17)  # sixteen slots, each drafts a token
-    with torch.device("meta"):
-        state = Drafter(config).state_dict()
-    assert state["head.prefix_gru.weight_ih_l0"].shape == (3 * 1024, 4096)
-    assert state["head.embed_proj.0.weight"].shape == (256, 4096 + 1024)
-    assert state["head.embed_proj.2.weight"].shape == (151936, 256)
-    assert parse_config(config.to_json()) == config
-    del raw["dflash_config"]["gru_hidden_dim"]
-    with pytest.raises(ConfigError, match=r"head\.state is None; Domino's head has a state, of a positive size"):
         parse_config(raw)
 
 
@@ -387,27 +310,19 @@ def test_wrong_wishes_are_refused(tmp_path: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("d2t", "message"),
+    ("tables", "message"),
     [
-        ([0, 0, 50], "outside the vocabulary"),
-        ([1, 0, 3], "names a token twice"),
-        ([-1, 0, 0], "outside the vocabulary"),
+        ({"d2t": [0, 0, 50]}, "outside the vocabulary"),
+        ({"d2t": [1, 0, 3]}, "names a token twice"),
+        ({"d2t": [-1, 0, 0]}, "outside the vocabulary"),
+        ({"d2t": [5, 5, 5], "t2d": [token < 3 for token in range(VOCAB)]}, "t2d and d2t do not name the same tokens"),
     ],
 )
-def test_a_wrong_vocabulary_table_is_refused(tmp_path: Path, d2t: list[int], message: str) -> None:
+def test_a_wrong_vocabulary_table_is_refused(tmp_path: Path, tables: dict[str, list[int]], message: str) -> None:
     saved(tmp_path, draft_vocab_size=3)
-    tensors = load_tensors(tmp_path / "model.safetensors")
-    save_tensors(tmp_path / "model.safetensors", {**tensors, "d2t": torch.tensor(d2t)})
+    wrong = {name: torch.tensor(numbers) for name, numbers in tables.items()}
+    save_tensors(tmp_path / "model.safetensors", {**load_tensors(tmp_path / "model.safetensors"), **wrong})
     with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(tmp_path)
-
-
-def test_tables_that_disagree_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, draft_vocab_size=3)
-    tensors = load_tensors(tmp_path / "model.safetensors")
-    wrong = {"d2t": torch.tensor([5, 5, 5]), "t2d": torch.arange(VOCAB) < 3}
-    save_tensors(tmp_path / "model.safetensors", {**tensors, **wrong})
-    with pytest.raises(CheckpointError, match="t2d and d2t do not name the same tokens"):
         read_checkpoint(tmp_path)
 
 

@@ -8,7 +8,8 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
-from tests.models.gguf.files import bpe_tokenizer, decoded, random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import bpe_tokenizer, decoded, write_model
 from tests.tiny import random_drafter
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.models.checkpoints.checkpoint import Checkpoint, HeadConfig

@@ -3,6 +3,7 @@
 ``tests/llamacpp`` compares these files with the converter's own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+GEMMA: dict[str, Any] = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}
 ROTARY: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED: dict[str, Any] = {**ROUTED, "shared_expert_intermediate_size": 40}
@@ -69,90 +71,95 @@ LONG: dict[str, Any] = {
     "short_factor": [1.0, 1.5, 2.0, 2.5],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
-CASES: dict[str, tuple[str, Callable[[], Any]]] = {
-    "gemma": ("gemma", lambda: config(tf.GemmaConfig, head_dim=24)),
-    "gemma2": ("gemma2", lambda: config(tf.Gemma2Config, head_dim=24, query_pre_attn_scalar=24, sliding_window=8)),
-    "gemma3": (
-        "gemma3",
-        lambda: config(
-            tf.Gemma3TextConfig, head_dim=24, query_pre_attn_scalar=24, sliding_window=8, num_hidden_layers=7
-        ),
-    ),
-    "phi3": ("phi3", lambda: config(tf.Phi3Config, sliding_window=8, original_max_position_embeddings=512)),
+Case = tuple[str, Any, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "gemma": ("gemma", tf.GemmaConfig, {"head_dim": 24}),
+    "gemma2": ("gemma2", tf.Gemma2Config, GEMMA),
+    "gemma3": ("gemma3", tf.Gemma3TextConfig, {**GEMMA, "num_hidden_layers": 7}),
+    "phi3": ("phi3", tf.Phi3Config, {"sliding_window": 8, "original_max_position_embeddings": 512}),
     "phi3 for long contexts": (
         "phi3",
-        lambda: config(tf.Phi3Config, rope_parameters=dict(LONG), original_max_position_embeddings=256),
+        tf.Phi3Config,
+        {"rope_parameters": LONG, "original_max_position_embeddings": 256},
     ),
-    "smollm3": ("smollm3", lambda: config(tf.SmolLM3Config, num_hidden_layers=5)),
+    "smollm3": ("smollm3", tf.SmolLM3Config, {"num_hidden_layers": 5}),
     "granite": (
         "granite",
-        lambda: config(
-            tf.GraniteConfig,
-            embedding_multiplier=3.0,
-            logits_scaling=2.0,
-            residual_multiplier=0.5,
-            attention_multiplier=0.125,
-            attention_bias=True,
-        ),
+        tf.GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.125,
+            "attention_bias": True,
+        },
     ),
-    "olmo2": ("olmo2", lambda: config(tf.Olmo2Config)),
-    "olmo3": ("olmo2", lambda: config(tf.Olmo3Config, sliding_window=8, num_hidden_layers=5, rope_parameters={
-        "full_attention": {**ROTARY, "rope_theta": 5e4}, "sliding_attention": dict(ROTARY)})),
-    "qwen2moe": ("qwen2moe", lambda: config(tf.Qwen2MoeConfig, **SHARED)),
-    "qwen3next": ("qwen3next", lambda: config(tf.Qwen3NextConfig, **DELTA, **SHARED, rope_parameters=dict(QUARTER))),
-    "qwen35": ("qwen35", lambda: config(tf.Qwen3_5TextConfig, **DELTA, rope_parameters=dict(AXES))),
-    "qwen35moe": ("qwen35moe", lambda: config(tf.Qwen3_5MoeTextConfig, **DELTA, **SHARED, rope_parameters=dict(AXES))),
+    "olmo2": ("olmo2", tf.Olmo2Config, {}),
+    "olmo3": (
+        "olmo2",
+        tf.Olmo3Config,
+        {
+            "sliding_window": 8,
+            "num_hidden_layers": 5,
+            "rope_parameters": {"full_attention": {**ROTARY, "rope_theta": 5e4}, "sliding_attention": ROTARY},
+        },
+    ),
+    "qwen2moe": ("qwen2moe", tf.Qwen2MoeConfig, SHARED),
+    "qwen3next": ("qwen3next", tf.Qwen3NextConfig, {**DELTA, **SHARED, "rope_parameters": QUARTER}),
+    "qwen35": ("qwen35", tf.Qwen3_5TextConfig, {**DELTA, "rope_parameters": AXES}),
+    "qwen35moe": ("qwen35moe", tf.Qwen3_5MoeTextConfig, {**DELTA, **SHARED, "rope_parameters": AXES}),
     "lfm2": (
         "lfm2",
-        lambda: config(
-            tf.Lfm2Config, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
-        ),
+        tf.Lfm2Config,
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     ),
     "gpt-oss": (
         "gpt-oss",
-        lambda: config(
-            tf.GptOssConfig, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, intermediate_size=64
-        ),
+        tf.GptOssConfig,
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "intermediate_size": 64,
+        },
     ),
-    "deepseek2": ("deepseek2", lambda: config(tf.DeepseekV2Config, **LATENT, q_lora_rank=24)),
-    "deepseek2 without a projection of queries": ("deepseek2", lambda: config(tf.DeepseekV2Config, **LATENT, q_lora_rank=None)),
+    "deepseek2": ("deepseek2", tf.DeepseekV2Config, {**LATENT, "q_lora_rank": 24}),
+    "deepseek2 without a projection of queries": ("deepseek2", tf.DeepseekV2Config, {**LATENT, "q_lora_rank": None}),
     "deepseek3": (
         "deepseek2",
-        lambda: config(
-            tf.DeepseekV3Config,
+        tf.DeepseekV3Config,
+        {
             **LATENT,
-            q_lora_rank=24,
-            n_group=2,
-            topk_group=1,
-            num_mtp_layers=0,
-            rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        ),
+            "q_lora_rank": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_mtp_layers": 0,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
     ),
-}  # fmt: skip
-"""Architectures and configs by name, of files that differ from Llama's."""
-LIKE_LLAMA: dict[str, tuple[str, Callable[[], Any]]] = {
-    "llama with biases": ("llama", lambda: config(tf.LlamaConfig, attention_bias=True)),
-    "llama, tied": ("llama", lambda: config(tf.LlamaConfig, tie_word_embeddings=True)),
-    "qwen2": ("qwen2", lambda: config(tf.Qwen2Config)),
-    "qwen3": ("qwen3", lambda: config(tf.Qwen3Config, head_dim=24)),
+}
+"""Architectures, configs and their options by name, of files that differ from Llama's."""
+LIKE_LLAMA: dict[str, Case] = {
+    "llama": ("llama", tf.LlamaConfig, {}),
+    "llama with biases": ("llama", tf.LlamaConfig, {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", tf.Qwen2Config, {}),
+    "qwen3": ("qwen3", tf.Qwen3Config, {"head_dim": 24}),
     "qwen3moe": (
         "qwen3moe",
-        lambda: config(tf.Qwen3MoeConfig, **ROUTED, head_dim=16, norm_topk_prob=True, tie_word_embeddings=True),
+        tf.Qwen3MoeConfig,
+        {**ROUTED, "head_dim": 16, "norm_topk_prob": True, "tie_word_embeddings": True},
     ),
 }
 EVERY = {**CASES, **LIKE_LLAMA}
 
 
-def config(kind: Any, **changes: Any) -> Any:
-    return kind(**{**SHAPE, **changes})
-
-
 def random_model(case: str, **changes: Any) -> PreTrainedModel:
     """With every weight random: norms, biases, sinks, states and routers included; ``changes`` are made to the config."""
     torch.manual_seed(0)
-    own = EVERY[case][1]()
-    own.update(changes)
-    model = AutoModelForCausalLM.from_config(own).eval().requires_grad_(False)
+    _, kind, own = EVERY[case]
+    config = kind(**copy.deepcopy({**SHAPE, **own, **changes}))
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for name, weight in model.state_dict().items():
         if "norm" in name or weight.dim() == 1:
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)

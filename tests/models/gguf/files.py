@@ -12,37 +12,12 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.conftest import CHAT_TEMPLATE
-from tests.models.gguf.converted import SHAPE, VOCAB, keys_of, parts, stored_weights
+from tests.models.gguf.converted import VOCAB, keys_of, parts, stored_weights
 from volley.models.checkpoints.gguf_drafter import add_value
 
-FAMILIES: dict[str, Callable[..., Any]] = {
-    "llama": lambda **changes: LlamaConfig(**{**SHAPE, **changes}),
-    "qwen2": lambda **changes: Qwen2Config(**{**SHAPE, **changes}),
-    "qwen3": lambda **changes: Qwen3Config(**{**SHAPE, "head_dim": 24, **changes}),
-    "qwen3moe": lambda **changes: Qwen3MoeConfig(
-        **{
-            **SHAPE,
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "norm_topk_prob": True,
-            **changes,
-        }
-    ),
-}
 HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
@@ -57,16 +32,6 @@ HALVES = {
     "TQ2_0": (64,),
 }
 """Offsets of a block's fp16 numbers, of types that the package cannot quantise to."""
-
-
-def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """With every weight random, norms and biases included: one that is lost or exchanged is seen."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](**changes), attn_implementation="sdpa").eval()
-    for name, weight in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
-    return model.requires_grad_(False)
 
 
 def train_bpe(
@@ -159,11 +124,15 @@ def write_model(
         writer.add_tensor(name, data, raw_dtype=None if plain else GGMLQuantizationType[chosen])
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, split)
+    finish(writer)
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
+
+
+def finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_a_part else path
 
 
 def write_matrices(

@@ -19,13 +19,19 @@ from volley.models.gguf.model import load_model, open_model
 from volley.models.layers.products import codes_of
 from volley.models.targets.target import Target
 from volley.native import blocks
-from volley.native.packing import StoredBlocks
+from volley.native.packing import Codes, StoredBlocks
 
 PROMPTS = [[5, 9, 17, 33, 8], list(range(40, 75))]
 
 
+def decoded(stored: Codes | StoredBlocks) -> torch.Tensor:
+    if isinstance(stored, StoredBlocks):
+        return blocks.decode(stored.format.name, stored.blocks, torch.float32)
+    return stored.dense()
+
+
 def test_every_architecture_is_tested() -> None:
-    assert {architecture for architecture, _ in EVERY.values()} == ARCHITECTURES.keys()
+    assert {architecture for architecture, *_ in EVERY.values()} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("case", EVERY)
@@ -67,8 +73,7 @@ def test_codes_are_those_of_the_file(tmp_path: Path, case: str) -> None:
                 continue
         if source := getattr(module, "stored_codes", None):
             stored, found = source().rows(slice(None)), found + 1
-            codes = blocks.take(stored.format.name, stored.blocks) if isinstance(stored, StoredBlocks) else stored
-            assert torch.equal(codes.dense(), dense.get_submodule(name).weight), name
+            assert torch.equal(decoded(stored), dense.get_submodule(name).weight), name
     assert found > 10
 
 
@@ -118,9 +123,8 @@ def test_keys_and_values_of_latents_are_rounded_where_they_lie_apart(tmp_path: P
     layer = opened.get_submodule("model.layers.1.self_attn.kv_b_proj")
     unread.fill(layer, coded=False)
     (found, _), *_ = codes_of([layer], "int8")
-    stored = found.rows(slice(0, 256))
+    own = decoded(found.rows(slice(0, 256)))
     dense = load_model(path, torch.float32).get_parameter("model.layers.1.self_attn.kv_b_proj.weight")
-    own = blocks.take("Q8_0", stored.blocks).dense() if isinstance(stored, StoredBlocks) else stored.dense()
     assert torch.equal(own, dense) == is_joined
     assert (own - dense).abs().max() < 0.01 * dense.abs().max()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.gguf.files import VOCAB, bpe_tokenizer, random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import VOCAB, bpe_tokenizer, write_model
 from tests.tiles import needs_kernels
 from tests.tiny import random_drafter
 from volley import Engine, SamplingParams
@@ -48,7 +49,10 @@ def write(folder: Path, kind: str, family: str = "llama", **changes: Any) -> Pat
 
 @pytest.mark.parametrize(
     ("kind", "codes"),
-    [("Q8_0", "int8"), ("Q5_1", "int8"), ("Q4_1", "int4"), (MIXED, "int4"), ("Q2_K", "int4"), ("BF16", "bf16")],
+    [
+        *(("Q8_0", "int8"), ("Q5_1", "int8"), ("Q4_1", "int4"), (MIXED, "int4"), ("Q2_K", "int4"), ("IQ1_M", "int4")),
+        ("BF16", "bf16"),
+    ],
 )
 def test_codes_are_chosen_by_the_type_of_most_weights(tmp_path: Path, kind: str, codes: str) -> None:
     assert codes_for(GGUFFile(write(tmp_path, kind))) == codes
@@ -139,49 +143,23 @@ GRIDS = {
     "ffn_down": "IQ3_XXS",
     "token_embd": "TQ2_0",
 }
-
-
-@needs_kernels
-@pytest.mark.parametrize("tied", [False, True])
-def test_types_of_fewer_bits_keep_their_numbers(tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """As in IQ2_M, whose tensors have several of these types."""
-
-    def of_tensor(name: str) -> str:
-        return next((kind for part, kind in GRIDS.items() if part in name), "IQ1_M")
-
-    model = random_model("llama", **{**WIDE, "tie_word_embeddings": tied})
-    path = write_model(tmp_path / "model.gguf", model, "llama", of_tensor, tokenizer=bpe_tokenizer())
-    assert codes_for(GGUFFile(path)) == "int4"
-    with caplog.at_level(logging.WARNING, "volley"):
-        target = Target.from_pretrained(path)
-    assert "IQ2_S and IQ2_XS and IQ2_XXS exact in int3 by a table, groups of 16" in caplog.text.replace(
-        "IQ1_S and ", ""
-    )
-    assert "rounded" not in caplog.text
-    found = products(target)
-    assert [of.name for of in found["blk.1.attn_q.weight"].formats] == ["IQ2", "Q4_K"]
-    for name, product in found.items():
-        dense = torch.cat([codes.dense() for codes in product.codes()])
-        assert torch.equal(dense, numbers(path, name, target)), name
-    tokens = torch.tensor([3, 271, 3, 40])
-    assert torch.equal(target.embed(tokens), GGUFFile(path).dense("token_embd.weight")[tokens].bfloat16())
-    decoded = load_model(path, torch.bfloat16)
-    assert target_fingerprint(target.model) == target_fingerprint(decoded)
-
-
+"""As in IQ2_M, whose tensors have several types of fewer bits."""
 MANY = {"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_gate": "Q4_K", "ffn_up": "Q6_K", "ffn_down": "Q3_K"}
+"""As in Q4_K_M: some values and down projections have more bits, and are one product with others."""
+MIXES = {"grids": (GRIDS, "IQ1_M", ["IQ2", "Q4_K"]), "many": (MANY, "Q4_1", ["Q5_0", "Q8_0"])}
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
 def test_a_file_of_many_types_keeps_its_numbers(
-    tmp_path: Path, family: str, tied: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, family: str, tied: bool, mix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in Q4_K_M: the head and some values and down projections have more bits, and are one product with others."""
+    kinds, usual, of_attention = MIXES[mix]
 
     def of_tensor(name: str) -> str:
-        return next((kind for part, kind in MANY.items() if part in name), "Q4_1")
+        return next((kind for part, kind in kinds.items() if part in name), usual)
 
     model = random_model(family, **{**WIDE, "tie_word_embeddings": tied})
     path = write_model(tmp_path / "model.gguf", model, family, of_tensor, tokenizer=bpe_tokenizer())
@@ -189,11 +167,13 @@ def test_a_file_of_many_types_keeps_its_numbers(
         target = Target.from_pretrained(path)
     assert "rounded" not in caplog.text
     found = products(target)
-    assert [of.name for of in found["blk.1.attn_q.weight"].formats] == ["Q5_0", "Q8_0"]
-    assert [of.name for of in found["blk.1.ffn_gate.weight"].formats] == ["Q4_K", "Q6_K"]
+    assert [of.name for of in found["blk.1.attn_q.weight"].formats] == of_attention
     for name, product in found.items():
         dense = torch.cat([codes.dense() for codes in product.codes()])
         assert torch.equal(dense, numbers(path, name, target)), name
+    tokens = torch.tensor([3, 271, 3, 40])
+    assert torch.equal(target.embed(tokens), GGUFFile(path).dense("token_embd.weight")[tokens].bfloat16())
+    assert target_fingerprint(target.model) == target_fingerprint(load_model(path, torch.bfloat16))
     decoded = load_model(path, torch.float32)
     logits = [Engine(one).next_logits(PROMPT) for one in (Target(decoded), target)]
     assert (logits[1] - logits[0]).norm() < 0.05 * logits[0].norm()

@@ -10,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.gguf import converted
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_matrices, write_model
+from tests.models.gguf.converted import EVERY, random_model
+from tests.models.gguf.files import write_matrices
 from tests.models.gguf.test_codes import check_drafts_change_nothing
 from tests.tiles import LEVELS, kernels_of, needs_kernels
 from volley import Engine, native
 from volley.errors import ConfigError
 from volley.models.gguf.codes import codes_for, describe, held_bytes
 from volley.models.gguf.file import GGUFFile
-from volley.models.gguf.model import load_model, open_model
+from volley.models.gguf.model import FileCodes, load_model, open_model
 from volley.models.layers.accelerate import accelerate, weight_bytes
 from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.layers.fused import FusedLayer
+from volley.models.layers.residency import MappedFiles
 from volley.models.layers.routed import GatedExperts
 from volley.models.targets.target import Target
-from volley.native import Product, Weights, blocks, grids
+from volley.native import Product, Weights
 from volley.native.decoder import ChosenExperts
 from volley.weights import BY_GRID, OF_FILES
 
@@ -54,14 +55,8 @@ KINDS: dict[str, Kind] = {
 
 
 def write(folder: Path, family: str, kind: Kind, **changes: Any) -> Path:
-    path, sizes = folder / "model.gguf", {**FAMILIES[family], **changes}
-    if family != "qwen3moe":
-        return write_matrices(path, converted.random_model(family, **sizes), converted.EVERY[family][0], kind)
-
-    def of(name: str) -> str:
-        return "F32" if "ffn_gate_inp" in name else kind if isinstance(kind, str) else kind(name)
-
-    return write_model(path, random_model(family, **sizes), family, of, tokenizer=bpe_tokenizer())
+    model = random_model(family, **{**FAMILIES[family], **changes})
+    return write_matrices(folder / "model.gguf", model, EVERY[family][0], kind)
 
 
 def loaded(path: Path, weights: Weights | None = None) -> Target:
@@ -106,12 +101,11 @@ class OneByOne:
         for expert in range(known.number):
             layers = []
             for name, tensor in zip(PARTS, tensors_of(layer), strict=True):
-                split = grids.take if file.type(tensor) in BY_GRID else blocks.take
-                codes = split(file.type(tensor), file.blocks(tensor, expert=expert))
-                size, of_all = len(codes.codes), biases["down" if name == "down" else "gate_up"]
-                place = expert if name == "down" else 2 * expert + (name == "up")
+                codes = FileCodes(file, MappedFiles(), tensor, OF_FILES[file.type(tensor)], expert=expert)
+                (_, *shape), of_all = file.shape(tensor), biases["down" if name == "down" else "gate_up"]
+                place, size = expert if name == "down" else 2 * expert + (name == "up"), shape[0]
                 bias = None if of_all is None else of_all[place * size : (place + 1) * size]
-                layers.append(Product(torch.empty(codes.codes.shape, device="meta"), bias, "int8", [(codes, size)]))
+                layers.append(Product(torch.empty(shape, device="meta"), bias, "int8", [(codes, size)]))
             self.experts.append(layers)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import bpe_tokenizer, finish, write_model
 from volley.errors import CheckpointError, VolleyError
 from volley.models.gguf.file import GGUFFile
 from volley.models.gguf.header import read_header
@@ -34,10 +35,7 @@ def write(path: Path, values: dict[str, Value], tensors: dict[str, Any] | None =
         writer.add_key_value(name, value, kind, inner)
     for name, tensor in (tensors or {}).items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

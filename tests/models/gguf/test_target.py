@@ -12,12 +12,13 @@ import torch
 from gguf import GGUFEndian, GGUFWriter
 from transformers import PreTrainedModel
 
+from tests.models.gguf.converted import random_model
 from tests.models.gguf.files import (
     HALVES,
     bpe_tokenizer,
     decoded,
     fill,
-    random_model,
+    finish,
     write_model,
 )
 from tests.tiny import greedy
@@ -142,13 +143,13 @@ def test_every_way_to_load_a_target_takes_a_file(tmp_path: Path) -> None:
 
 
 def test_sampling_defaults_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = GGUFWriter.write_header_to_file
+    write_header = GGUFWriter.write_header_to_file
 
     def with_sampling(writer: GGUFWriter, *args: Any) -> None:
         for name, value in (("temp", 0.6), ("top_p", 0.95), ("penalty_repeat", 1.1)):
             writer.add_float32(f"general.sampling.{name}", value)
         writer.add_int32("general.sampling.top_k", 20)
-        finish(writer, *args)
+        write_header(writer, *args)
 
     monkeypatch.setattr(GGUFWriter, "write_header_to_file", with_sampling)
     model = load_model(write_model(tmp_path / "model.gguf", random_model("llama"), "llama"), torch.float32)
@@ -302,9 +303,6 @@ def test_a_file_of_the_other_byte_order_is_refused(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama", endianess=GGUFEndian.BIG)
     writer.add_block_count(1)
     writer.add_tensor("token_embd.weight", np.ones((4, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(UnsupportedModelError, match="other byte order; convert it"):
         GGUFFile(tmp_path / "model.gguf")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from tests.conftest import byte_tokenizer
-from tests.models.gguf.files import add_tokenizer, bpe_tokenizer, train_bpe
+from tests.models.gguf.files import add_tokenizer, bpe_tokenizer, finish, train_bpe
 from volley.chat import own_template
 from volley.errors import CheckpointError, UnsupportedModelError
 from volley.models.gguf.file import GGUFFile
@@ -71,7 +71,7 @@ def write(path: Path, split: str = "gpt-2", *, sentencepiece: bool = False, **fl
         add_tokenizer(writer, bpe_tokenizer(), split)
     for name, value in flags.items():
         writer.add_bool(f"tokenizer.ggml.{name}", value)
-    close(writer)
+    finish(writer)
     return path
 
 
@@ -83,14 +83,8 @@ def write_tokens(path: Path, tokens: list[str], types: list[int], name: str = "L
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(index) for index in range(len(tokens))])
     writer.add_token_types(types)
-    close(writer)
+    finish(writer)
     return path
-
-
-def close(writer: GGUFWriter) -> None:
-    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write_part()
-    writer.close()
 
 
 def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> None:
@@ -101,14 +95,6 @@ def test_a_byte_level_tokenizer_and_its_template_come_back(tmp_path: Path) -> No
     chat = [{"role": "user", "content": "the then"}]
     assert found.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
     assert found.eos_token_id == own.eos_token_id
-
-
-def test_named_templates_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, own = GGUFWriter.add_chat_template, bpe_tokenizer().chat_template
-    named = [{"name": "default", "template": own}, {"name": "tool_use", "template": "{{ tools }}"}]
-    monkeypatch.setattr(GGUFWriter, "add_chat_template", lambda writer, _: add(writer, named))
-    found = load_gguf_tokenizer(write(tmp_path / "model.gguf"))
-    assert (own_template(found), own_template(found, with_tools=True)) == (own, "{{ tools }}")
 
 
 def test_tokenizer_files_beside_it_are_not_looked_at(tmp_path: Path) -> None:
@@ -153,7 +139,7 @@ def test_text_of_any_language_is_cut_as_before(tmp_path: Path, split: str) -> No
         own.backend_tokenizer.model.ignore_merges = True
     writer = GGUFWriter(tmp_path / "model.gguf", "qwen2")
     add_tokenizer(writer, own, split)
-    close(writer)
+    finish(writer)
     found = load_gguf_tokenizer(tmp_path / "model.gguf")
     assert (found.bos_token_id, found.eos_token_id) == (own.bos_token_id, own.eos_token_id)
     assert len(found) == len(own), "no token is added"
@@ -183,7 +169,7 @@ def test_a_word_that_is_a_token_may_be_taken_whole(tmp_path: Path) -> None:
     for split, whole in (("qwen2", False), ("glm4", True)):
         writer = GGUFWriter(tmp_path / f"{split}.gguf", "llama")
         add_tokenizer(writer, own, split, tokens=["zqz"])
-        close(writer)
+        finish(writer)
         found = load_gguf_tokenizer(tmp_path / f"{split}.gguf")("zqz")["input_ids"]
         assert (found == [len(own)]) == whole
 
@@ -205,9 +191,10 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     own = bpe_tokenizer()
     own.chat_template = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     add_tokenizer(writer, own)
-    close(writer)
+    finish(writer)
     found = load_gguf_tokenizer(tmp_path / "model.gguf")
     assert found.chat_template == {"default": "plain", "tool_use": "tools"}
+    assert (own_template(found), own_template(found, with_tools=True)) == ("plain", "tools")
     chat = [{"role": "user", "content": "a"}]
     assert found.apply_chat_template(chat, tokenize=False) == "plain"
     assert found.apply_chat_template(chat, tokenize=False, tools=[{"type": "function"}]) == "tools"
@@ -216,7 +203,7 @@ def test_named_chat_templates(tmp_path: Path) -> None:
 def test_merges_that_do_not_fit_the_tokens_are_an_error(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     add_tokenizer(writer, bpe_tokenizer(), merges=["zz qq"])
-    close(writer)
+    finish(writer)
     with pytest.raises(CheckpointError, match="its merges do not fit its tokens"):
         load_gguf_tokenizer(tmp_path / "model.gguf")
 
@@ -255,6 +242,6 @@ def test_a_file_that_does_not_say_how_text_is_split_is_refused(tmp_path: Path) -
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tokenizer_pre = lambda _: None  # type: ignore[method-assign]
     add_tokenizer(writer, bpe_tokenizer())
-    close(writer)
+    finish(writer)
     with pytest.raises(UnsupportedModelError, match=r"splits text as 'default'.*Hugging Face folder"):
         load_gguf_tokenizer(tmp_path / "model.gguf")

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.diffusion_gemma import random_model
-from tests.models.test_other_attention import make_model
+from tests.models.test_families import make_model
 from tests.tiles import needs_kernels
 from volley import Engine, native
 from volley.models.layers.accelerate import SharedProjection, accelerate

@@ -11,7 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from tests.models.families import COMMON, FUSED, OTHERS
-from tests.models.test_other_attention import COUNT, answers_of
+from tests.models.test_families import COUNT, answers_of
 from tests.tiles import needs_kernels
 from tests.tiny import eager_model, random_drafter, random_prompts
 from volley import Engine, SamplingParams

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.conftest import byte_tokenizer
-from tests.models.gguf.files import bpe_tokenizer, random_model, write_model
+from tests.models.gguf.converted import random_model
+from tests.models.gguf.files import bpe_tokenizer, write_model
 from tests.tiles import needs_kernels
 from volley.files import REFERENCE
 from volley.models.checkpoints.checkpoint import DrafterConfig

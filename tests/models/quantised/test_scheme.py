@@ -1,7 +1,6 @@
 """Quantised checkpoints: logits equal transformers' own or what the file says, and what cannot be loaded is refused."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,13 @@ from volley.models.targets.target import Target
 
 SCHEMES = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "NVFP4", "NVFP4A16", "MXFP4A16"]
 ROUNDED = {"FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "NVFP4"}
-WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
 TOKENS = torch.arange(12)[None]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
 def wide_model(**changes: Any) -> PreTrainedModel:
-    return eager_model(target_config(**{**WIDE, **changes})).requires_grad_(False)
+    return eager_model(target_config(**{**made.WIDE, **changes})).requires_grad_(False)
 
 
 def logits(model: PreTrainedModel) -> Tensor:
@@ -103,8 +101,7 @@ def _by_bitsandbytes(model: PreTrainedModel, folder: Path, **settings: Any) -> N
             weight.copy_(stored.data.float() * stored.SCB[:, None] / 127)
 
 
-Save = Callable[[PreTrainedModel, Path], None]
-BY_HAND: dict[str, tuple[str, Save]] = {
+BY_HAND: dict[str, tuple[str, made.Save]] = {
     "gptq": ("4-bit int, a scale a group of 32", made.save_gptq),
     "gptq-8": ("8-bit int, a scale a group of 32", lambda model, folder: made.save_gptq(model, folder, 8)),
     "gptq-order": (
@@ -374,9 +371,7 @@ def test_modules_that_are_not_quantised_are_named_by_a_minus(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("save", [made.save_fp8, made.save_gptq, made.save_awq])
-def test_end_tokens_come_from_the_generation_config(
-    save: Callable[[PreTrainedModel, Path], None], tmp_path: Path
-) -> None:
+def test_end_tokens_come_from_the_generation_config(save: made.Save, tmp_path: Path) -> None:
     save(wide_model(), tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     assert Target(load_causal_lm(tmp_path, torch.float32)).stop_token_ids >= {7, 9}

@@ -1,19 +1,17 @@
 """FP8 and NVFP4 codes in bf16 matmuls: the results of the decoded weights to the bit, in the memory of the file."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 import tests.quantised as made
 from tests.conftest import byte_tokenizer
-from tests.diffusion_gemma import CANVAS, VOCAB, random_model
-from tests.tiny import eager_model, random_prompts, target_config
+from tests.diffusion_gemma import logits_of, made_up, random_model
+from tests.tiny import random_prompts
 from volley import DiffusionParams, Engine, SamplingParams, native
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
@@ -29,31 +27,17 @@ from volley.models.targets.diffusion import load_target
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.target import Target
 
-WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
-Save = Callable[[PreTrainedModel, Path], None]
-
 pytestmark = [
     pytest.mark.skipif(not native.has_dot_products, reason="needs kernels that widen codes fast"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
 
-def compressed(scheme: str) -> Save:
-    return lambda model, folder: made.save_compressed(model, scheme, folder)
-
-
-SAVED: dict[str, Save] = {
-    **{scheme: compressed(scheme) for scheme in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16")},
+SAVED: dict[str, made.Save] = {
+    **{scheme: made.compressed(scheme) for scheme in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16")},
     "fp8 of DeepSeek": made.save_fp8,
     "fp8 of Mistral": lambda model, folder: made.save_whole_fp8(model, folder, "weight_scale_inv", "activation_scale"),
 }
-
-
-def saved(folder: Path, save: Save) -> Path:
-    model = eager_model(target_config(**WIDE, vocab_size=300)).requires_grad_(False)
-    save(model, folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def coded(folder: Path) -> Target:
@@ -67,7 +51,7 @@ def coded(folder: Path) -> Target:
 @pytest.mark.parametrize("name", SAVED)
 def test_codes_are_the_decoded_weights_to_the_bit(name: str, tmp_path: Path) -> None:
     """Decoded in fp32 and rounded once: in bf16 transformers rounds the scales of FP8 as well."""
-    folder = saved(tmp_path, SAVED[name])
+    folder = made.saved(tmp_path, SAVED[name])
     model = loading.load_causal_lm(folder, torch.bfloat16)
     weights = {
         key: value.bfloat16() for key, value in loading.load_causal_lm(folder, torch.float32).state_dict().items()
@@ -88,7 +72,7 @@ def test_codes_are_the_decoded_weights_to_the_bit(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["NVFP4A16", "fp8 of DeepSeek"])
 def test_answers_and_logits_are_those_of_decoded_weights(name: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, SAVED[name])
+    folder = made.saved(tmp_path, SAVED[name])
     small, large = coded(folder), Target.from_pretrained(folder, device="cpu")
     tokens, rows = torch.arange(20, 43), torch.arange(23)
     both = []
@@ -105,7 +89,7 @@ def test_answers_and_logits_are_those_of_decoded_weights(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["NVFP4A16", "NVFP4", "FP8_DYNAMIC", "fp8 of DeepSeek"])
 def test_it_takes_the_memory_of_the_file(name: str, tmp_path: Path) -> None:
-    folder = saved(tmp_path, SAVED[name])
+    folder = made.saved(tmp_path, SAVED[name])
     tensors = load_file(folder / "model.safetensors")
     in_file = sum(value.nbytes for key, value in tensors.items())
     held = weight_bytes(coded(folder).model)
@@ -116,7 +100,7 @@ def test_it_takes_the_memory_of_the_file(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "weights"), [("NVFP4A16", "int4"), ("FP8_DYNAMIC", "int8")])
 def test_weights_of_an_autoregressive_target_are_taken_by_name(name: str, weights: Any, tmp_path: Path) -> None:
     """The head is not in codes in the file, and is rounded anew."""
-    folder = saved(tmp_path, SAVED[name])
+    folder = made.saved(tmp_path, SAVED[name])
     assert diagnose(folder).facts["its codes"] == f"the kernels of --weights {weights} compute with them as they are"
     target = Target.from_pretrained(folder, device="cpu", weights=weights)
     layer = target.model.get_submodule("model.layers.0")
@@ -145,15 +129,6 @@ def gemma(folder: Path, scheme: str) -> Path:
     return folder
 
 
-def gemma_logits(target: DiffusionGemma, prompt: Tensor, canvas: Tensor, last: Tensor) -> Tensor:
-    store = make_store("auto", target.kv_shapes, 40, target.dtype, torch.device("cpu"))
-    groups = (1,) * len(prompt) + (CANVAS,)
-    segment = Segment(BlockTable(4, range(10)), 0, len(prompt) + CANVAS, groups=groups, feedback=target.feedback(last))
-    with torch.inference_mode():
-        batch = RaggedBatch([segment], torch.cat([prompt, canvas]))
-        return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4"])
 def test_a_diffusion_gemma_computes_with_its_codes(
@@ -170,10 +145,8 @@ def test_a_diffusion_gemma_computes_with_its_codes(
     assert sum(isinstance(own, CodedExperts) for own in forwards) == 2
     assert sum(isinstance(own, RoundedInputs) for own in forwards) >= 2 * 7 - 1
     assert weight_bytes(target.model) < 0.75 * weight_bytes(large.model)
-    torch.manual_seed(1)
-    prompt, canvas = torch.randint(VOCAB, (11,)), torch.randint(VOCAB, (CANVAS,))
-    last = torch.randn(CANVAS, VOCAB)
-    mine, theirs = (gemma_logits(own, prompt, canvas, last) for own in (target, large))
+    prompt, canvas, last = made_up(11)
+    mine, theirs = (logits_of(own, prompt, canvas, last) for own in (target, large))
     assert (mine - theirs).norm() < 0.05 * theirs.norm(), "sums of the same weights in bf16"
     params = SamplingParams(
         max_tokens=20, seed=1, ignore_eos=True, temperature=1.0, diffusion=DiffusionParams(max_steps=3)

@@ -1,16 +1,13 @@
 """Codes of quantised checkpoints on the kernels as they are: the same numbers, less memory, and lossless."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 import tests.quantised as made
-from tests.conftest import byte_tokenizer
 from tests.tiny import eager_model, random_drafter, random_prompts, target_config
 from volley import Engine, SamplingParams, native
 from volley.models.diagnosis import diagnose
@@ -22,13 +19,11 @@ from volley.models.quantised.stored_codes import agreeing, attach
 from volley.models.targets.loading import load_causal_lm, load_config
 from volley.models.targets.target import Target
 
-WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 4}
 NAMES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
 )
-Save = Callable[[PreTrainedModel, Path], None]
 
 pytestmark = [
     pytest.mark.skipif(not native.available, reason="needs volley's kernels"),
@@ -36,16 +31,12 @@ pytestmark = [
 ]
 
 
-def compressed(scheme: str) -> Save:
-    return lambda model, folder: made.save_compressed(model, scheme, folder)
-
-
-def gptq(bits: int, group: int) -> Save:
+def gptq(bits: int, group: int) -> made.Save:
     return lambda model, folder: made.save_symmetric_gptq(model, folder, bits, group)
 
 
-SAVED: dict[str, tuple[Any, Save]] = {
-    "W4A16": ("int4", compressed("W4A16")),
+SAVED: dict[str, tuple[Any, made.Save]] = {
+    "W4A16": ("int4", made.compressed("W4A16")),
     "gptq 128": ("int4", gptq(4, 128)),
     "gptq 64": ("int4", gptq(4, 64)),
     "gptq 32": ("int4", gptq(4, 32)),
@@ -53,13 +44,6 @@ SAVED: dict[str, tuple[Any, Save]] = {
     "gptq 4 bits, a channel": ("int4", gptq(4, -1)),
     "gptq 8 bits, a channel": ("int8", gptq(8, -1)),
 }
-
-
-def saved(folder: Path, save: Save) -> Path:
-    model = eager_model(target_config(**WIDE, vocab_size=300)).requires_grad_(False)
-    save(model, folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def products(target: Target) -> list[tuple[tuple[str, ...], native.Product]]:
@@ -77,7 +61,7 @@ def products(target: Target) -> list[tuple[tuple[str, ...], native.Product]]:
 @pytest.mark.parametrize("name", SAVED)
 def test_kernels_have_the_numbers_of_the_file(name: str, tmp_path: Path) -> None:
     weights, save = SAVED[name]
-    folder = saved(tmp_path, save)
+    folder = made.saved(tmp_path, save)
     dense = load_causal_lm(folder, torch.float32).state_dict()
     target = Target.from_pretrained(folder, weights=weights)
     for names, product in products(target):
@@ -90,7 +74,7 @@ def test_kernels_have_the_numbers_of_the_file(name: str, tmp_path: Path) -> None
 
 def test_codes_times_scales_are_the_weight(tmp_path: Path) -> None:
     """In fp32, before bf16 hides anything."""
-    folder = saved(tmp_path, gptq(4, 64))
+    folder = made.saved(tmp_path, gptq(4, 64))
     dense = load_causal_lm(folder, torch.float32)
     found = quantisation_of(load_config(folder))
     assert found is not None
@@ -106,7 +90,7 @@ def test_codes_times_scales_are_the_weight(tmp_path: Path) -> None:
 
 
 def test_it_takes_less_memory_and_speculation_is_lossless(tmp_path: Path) -> None:
-    folder = saved(tmp_path, gptq(4, 128))
+    folder = made.saved(tmp_path, gptq(4, 128))
     small, large = (Target.from_pretrained(folder, weights=kind) for kind in ("int4", "bf16"))
     layers = sum(product.nbytes for _, product in products(small))
     assert layers < 0.29 * sum(product.nbytes for _, product in products(large))
@@ -121,7 +105,7 @@ def test_it_takes_less_memory_and_speculation_is_lossless(tmp_path: Path) -> Non
 
 def test_scales_for_a_part_of_the_inputs_must_be_fp16(tmp_path: Path) -> None:
     """W8A16 has one for 128 inputs, here in fp32; a layer with no more inputs has one for each output."""
-    folder = saved(tmp_path, compressed("W8A16"))
+    folder = made.saved(tmp_path, made.compressed("W8A16"))
     dense, found = load_causal_lm(folder, torch.float32), quantisation_of(load_config(folder))
     assert found is not None
     assert attach(dense, folder, found, "int8") == 28
@@ -133,14 +117,14 @@ def test_scales_for_a_part_of_the_inputs_must_be_fp16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["W4A16_ASYM", "W8A8"])
 def test_what_does_not_agree_is_rounded_anew(scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = saved(tmp_path, compressed(scheme))
+    folder = made.saved(tmp_path, made.compressed(scheme))
     assert diagnose(folder).facts["its codes"] == "rounded anew by --weights"
     Target.from_pretrained(folder, weights="int8")
     assert "no layers compute with their stored codes; others are rounded anew" in caplog.text
 
 
 def test_inspect_says_which_kernels_have_the_codes(tmp_path: Path) -> None:
-    folder = saved(tmp_path, gptq(4, 128))
+    folder = made.saved(tmp_path, gptq(4, 128))
     assert diagnose(folder).facts["its codes"] == "the kernels of --weights int4 compute with them as they are"
 
 
@@ -165,7 +149,7 @@ def test_which_formats_agree(changes: dict[str, Any], kernels: str | None) -> No
 
 def test_shifted_and_reordered_codes_are_not_taken(tmp_path: Path) -> None:
     """A config may say that codes are symmetric and in order where the file says something else."""
-    model = eager_model(target_config(**WIDE)).requires_grad_(False)
+    model = eager_model(target_config(**made.WIDE)).requires_grad_(False)
     made.save_gptq(model, tmp_path, act_order=True)
     said = Quantisation("gptq", {"bits": 4, "group_size": 128, "sym": True, "desc_act": False})
     assert attach(model, tmp_path, said, "int4") == 28

@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from tests.conftest import TinyPair, byte_tokenizer
 from tests.costs import settle
 from tests.models.processes import run_ranks
+from tests.models.targets.test_target import COMMON
 from tests.tiny import (
     Answers,
     Taught,
@@ -216,18 +217,7 @@ def test_who_is_not_divided_stays_whole(tiny_pair: TinyPair) -> None:
     assert part_for(drafter, Target.from_pretrained(tiny_pair.target, torch.float32)) is drafter
 
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 260,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE: dict[str, Any] = {**COMMON, "vocab_size": 260, "num_hidden_layers": 2}
 
 
 @pytest.mark.slow

@@ -280,14 +280,7 @@ class DrafterConfig:
                 "block_size": self.block_size,
                 **({"causal": False} if self.sliding_window else {}),  # other programs treat sliding layers as causal
             },
-            "num_target_layers": self.num_target_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
+            **{name: getattr(self, name) for name in _SHAPE},
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_parameters": rope,
@@ -362,10 +355,13 @@ class DrafterConfig:
         return cls(**values)
 
 
+_SHAPE = (
+    "num_target_layers", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 _COUNTS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "vocab_size", "num_target_layers", "block_size", "mask_token_id", "max_position_embeddings", "sliding_window",
-    "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
+    *_SHAPE, "block_size", "mask_token_id", "max_position_embeddings", "sliding_window", "draft_vocab_size",
+    "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,
 )  # fmt: skip
 _MAY_BE_NULL = (
     "num_target_layers", "sliding_window", "draft_vocab_size", "target_hidden_size", "draft_window", *CONVOLUTION_KEYS,

@@ -16,6 +16,7 @@ from torch import Tensor
 from volley.errors import CheckpointError, ConfigError, UnsupportedModelError
 from volley.files import replaced
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig, HeadConfig
+from volley.models.gguf.architectures import LLAMA
 from volley.models.gguf.file import UNREAD_SCALING, YARN, GGUFFile, is_gguf
 from volley.models.gguf.header import gguf_package
 
@@ -31,19 +32,14 @@ _NAMES = {
     "head.markov_w2.weight": "markov_w2.weight",
     "d2t": "d2t",
 }
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+_SIZES = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
 }
+"""Keys of sizes that every file has."""
 _IGNORED = ("conf_proj.weight", "conf_proj.bias")
 """DSpark's confidence head, which volley does not read from GGUF files."""
 
@@ -53,7 +49,7 @@ def _names(config: DrafterConfig) -> dict[str, str]:
     layers = {
         f"layers.{index}.{own}.weight": f"blk.{index}.{theirs}.weight"
         for index in range(config.num_hidden_layers)
-        for own, theirs in _LAYER_NAMES.items()
+        for theirs, own in LLAMA.items()
     }
     return {**_NAMES, **layers}
 
@@ -100,10 +96,7 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
     if not vocab_size or mask is None:
         raise CheckpointError(f"{file.path} names no tokens or no mask token; convert the drafter again")
     return DrafterConfig(
-        hidden_size=file.require("embedding_length"),
-        intermediate_size=file.require("feed_forward_length"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
+        **{own: file.require(key) for own, key in _SIZES.items()},
         num_key_value_heads=file.get("attention.head_count_kv", heads),
         head_dim=head_dim,
         vocab_size=vocab_size,
@@ -114,7 +107,6 @@ def _read_config(file: GGUFFile) -> DrafterConfig:
         rms_norm_eps=_rounded(file.require("attention.layer_norm_rms_epsilon")),
         rope_theta=file.get("rope.freq_base", 10_000.0),
         rope_scaling=_read_scaling(file),
-        max_position_embeddings=file.require("context_length"),
         sliding_window=window,
         layer_types=tuple(
             "sliding_attention" if slides else "full_attention" for slides in sliding or [False] * layers
@@ -198,11 +190,7 @@ def obstacles_in_gguf(config: DrafterConfig) -> list[str]:
 def _keys(config: DrafterConfig) -> dict[str, Any]:
     scaling, slides = config.rope_scaling or {}, [kind == "sliding_attention" for kind in config.layer_types]
     keys: dict[str, Any] = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
+        **{key: getattr(config, own) for own, key in _SIZES.items()},
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,

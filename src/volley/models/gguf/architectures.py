@@ -26,7 +26,7 @@ Values = dict[str, Any]
 FOLDER = "Give the model's Hugging Face folder instead"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
-_LLAMA = {
+LLAMA = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -78,7 +78,7 @@ class Architecture:
 
     @property
     def layer_names(self) -> Mapping[str, str]:
-        return {**_LLAMA, **self.names}
+        return {**LLAMA, **self.names}
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ def _as_channels(parts: Sequence["Tensor"], _config: Any) -> "Tensor":
 
 
 _ONE_ADDED = {"norm.weight": _less_one}
+_NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
@@ -511,22 +512,14 @@ ARCHITECTURES = {
         "gemma2",
         "Gemma2ForCausalLM",
         _gemma_2,
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"},
         changes=_ONE_ADDED,
     ),
     "gemma3": Architecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
         _gemma_3,
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"},
         changes=_ONE_ADDED,
     ),
     "phi3": Architecture(
@@ -548,7 +541,7 @@ ARCHITECTURES = {
         "olmo2",
         "Olmo2ForCausalLM",
         _olmo,
-        {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        _NORMS_BEHIND,
         variant=_olmo_3,
     ),
     "qwen3next": Architecture(

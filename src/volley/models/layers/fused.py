@@ -330,18 +330,6 @@ def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:
 # -- recognised by trying -----------------------------------------------------------------------------------------------
 
 
-class _Traced(NamedTuple):
-    """Record of one of transformers' layers applied to some states."""
-
-    turns: Cosines
-    options: AttentionOptions
-    split: tuple[Tensor, ...]
-    """Queries, keys and values ``[T, heads or shared, d]`` passed to attention."""
-    mixed: Tensor
-    """Output of attention, ``[T, heads · d]``."""
-    output: Tensor
-
-
 class Recognised(NamedTuple):
     """Recognised layer of transformers': its output for ``states [1, T, H]``, and its description."""
 
@@ -349,7 +337,9 @@ class Recognised(NamedTuple):
     turns: Cosines
     options: AttentionOptions
     split: tuple[Tensor, ...]
+    """Queries, keys and values ``[T, heads or shared, d]`` passed to attention."""
     mixed: Tensor
+    """Output of attention, ``[T, heads · d]``."""
     output: Tensor
     style: NormStyle
     activation: Activation
@@ -398,7 +388,7 @@ def recognise(
         tried = _try(layer, rotary, kind, states)
     if tried is None:
         return None
-    is_half = 2 * tried.turns[0].shape[-1] == attention.head_dim
+    is_half = 2 * tried[0][0].shape[-1] == attention.head_dim
     rotaries = (LayerRotary(kind, is_half=False), *([LayerRotary(kind, is_half=True)] if is_half else []), None)
     return Recognised(states, *tried, style, activation, rotaries, routed)
 
@@ -627,8 +617,13 @@ def _causal(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tens
 
 
 @torch.no_grad()
-def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) -> _Traced | None:
-    """Record the layer's results for ``states [1, T, H]``; ``None`` if its arguments differ from Llama's."""
+def _try(
+    layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor
+) -> tuple[Cosines, AttentionOptions, tuple[Tensor, ...], Tensor, Tensor] | None:
+    """Return what :class:`Recognised` has of a layer applied to ``states [1, T, H]``, from ``turns`` to ``output``.
+
+    Return ``None`` if the layer's arguments differ from Llama's.
+    """
     asked: list[tuple[AttentionOptions, tuple[Tensor, ...], Tensor]] = []
 
     def attend(
@@ -662,7 +657,7 @@ def _try(layer: nn.Module, rotary: nn.Module, kind: str | None, states: Tensor) 
         finally:
             config._attn_implementation = before
             del ALL_ATTENTION_FUNCTIONS["volley_asking"]
-    return _Traced(turns, *asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
+    return (turns, *asked[0], output) if len(asked) == 1 and isinstance(output, Tensor) else None
 
 
 def _activation(mlp: Any) -> Activation | None:
