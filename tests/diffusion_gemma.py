@@ -9,6 +9,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 from transformers.generation.streamers import BaseStreamer
 
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.sampling import PositionNoise
 from volley.procedures.request import Request
 
 VOCAB = 99
@@ -71,10 +72,11 @@ def in_fp64(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDif
     return model
 
 
-class TorchNoise:
+class TorchNoise(PositionNoise):
     """Draws from torch's global generator, in the order of transformers' calls."""
 
-    seed = 0
+    def __init__(self) -> None:
+        super().__init__(0)
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return torch.multinomial(probs, 1)[:, 0]
@@ -133,7 +135,7 @@ def by_volley(
     engine: Engine, prompt: list[int], params: SamplingParams, seed: int, procedure: Any = None
 ) -> tuple[Trace, Request]:
     request = engine.add_request(prompt, params, procedure)
-    request.noise = TorchNoise()  # type: ignore[assignment]
+    request.noise = TorchNoise()
     trace, passes = Trace([], [], []), 0
     torch.manual_seed(seed)
     while request.finish_reason is None:
