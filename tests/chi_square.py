@@ -1,7 +1,12 @@
 """Pearson's chi-square test of counts against a distribution."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+
+from volley import SamplingParams
+from volley.decode.sampling import token_probs
 
 
 def chi_square_p(counts: Tensor, distribution: Tensor) -> float:
@@ -32,3 +37,16 @@ def joint_counts(sequences: Tensor, vocab: int) -> Tensor:
     length = sequences.shape[1]
     place = vocab ** torch.arange(length - 1, -1, -1)
     return torch.bincount((sequences * place).sum(dim=1), minlength=vocab**length)
+
+
+@torch.inference_mode()
+def joint_law(logits_behind: Callable[[Tensor], Tensor], prompt: Sequence[int], params: SamplingParams) -> Tensor:
+    """The distribution of all tokens behind a prompt ``[vocab ** max_tokens]``, from the logits behind every text."""
+    law, texts = torch.ones(1, dtype=torch.double), torch.tensor([list(prompt)])
+    for _ in range(params.max_tokens):
+        probs = token_probs(logits_behind(texts), params).double()
+        law = (law[:, None] * (probs / probs.sum(dim=-1, keepdim=True))).flatten()
+        vocab = probs.shape[-1]
+        nexts = torch.arange(vocab).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(vocab, dim=0), nexts], dim=1)
+    return law

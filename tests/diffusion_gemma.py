@@ -9,6 +9,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 from transformers.generation.streamers import BaseStreamer
 
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.decode.sampling import PositionNoise
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
@@ -91,10 +92,11 @@ def logits_of(target: DiffusionGemma, prompt: Tensor, canvas: Tensor, last: Tens
         return target.forward(batch, store, torch.arange(len(prompt), len(batch)))
 
 
-class TorchNoise:
+class TorchNoise(PositionNoise):
     """Draws from torch's global generator, in the order of transformers' calls."""
 
-    seed = 0
+    def __init__(self) -> None:
+        super().__init__(0)
 
     def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
         return torch.multinomial(probs, 1)[:, 0]
@@ -153,7 +155,7 @@ def by_volley(
     engine: Engine, prompt: list[int], params: SamplingParams, seed: int, procedure: Any = None
 ) -> tuple[Trace, Request]:
     request = engine.add_request(prompt, params, procedure)
-    request.noise = TorchNoise()  # type: ignore[assignment]
+    request.noise = TorchNoise()
     trace, passes = Trace([], [], []), 0
     torch.manual_seed(seed)
     while request.finish_reason is None:

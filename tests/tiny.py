@@ -1,7 +1,7 @@
 """Tiny random models, what the target alone would write, and a drafter that is often right."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -96,6 +96,21 @@ def greedy(hf: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
             )
         found[asked] = output[0, ids.shape[1] :].tolist()
     return list(found[asked])
+
+
+def tokens(results: Iterable[GenerationResult]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def answered(
+    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[GenerationResult]:
+    """Return the results, once it is checked that no page is lost."""
+    results = list(engine.generate(list(prompts), params))
+    engine.check_integrity()
+    assert engine.snapshot().pages_used == 0
+    assert not engine.has_work
+    return results
 
 
 def finish(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

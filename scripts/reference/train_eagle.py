@@ -27,11 +27,11 @@ from volley.models.checkpoints.formats import parse_config
 from volley.models.drafters.eagle import EagleDrafter
 from volley.tensors import save_tensors
 from volley.train.begin import soften
-from volley.train.documents import Document
+from volley.train.documents import Document, response_counts
 from volley.train.features import FrozenTarget, OnlineFeatures
 from volley.train.fused import fuse
 from volley.train.losses import Objective, block_loss
-from volley.train.vocabulary import LossTokens, choose_vocabulary, loss_tokens, response_counts
+from volley.train.vocabulary import LossTokens, choose_vocabulary, loss_tokens
 
 DECAY = 0.8
 

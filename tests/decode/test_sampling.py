@@ -220,6 +220,14 @@ def test_races_with_shared_noise_agree_as_the_gumbel_coupling_does() -> None:
         ("seed", -1),
         ("seed", 2**63),
         ("draft_temperature", -1.0),
+        ("draft_temperature", math.inf),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("repetition_penalty", 1e-40),
+        ("logit_bias", {1: 101}),
+        ("top_logprobs", -1),
     ],
 )
 def test_impossible_parameters_are_named(name: str, value: object) -> None:

@@ -643,13 +643,3 @@ def test_the_pass_ahead_reads_the_tokens_of_the_one_before(monkeypatch: pytest.M
     monkeypatch.setattr(own.core.runner, "replay", lambda *given, **options: replay(*given[:3], {}, **options))
     (result,) = own.generate(PROMPTS[0], LONG)
     assert result.token_ids != alone(0, 0)[0]
-
-
-def test_tokens_of_a_pair_without_a_tokenizer_too() -> None:
-    small = make_pair(3)
-    results = []
-    for is_ahead in (True, False):
-        own = Engine(small.target, num_pages=64)
-        own.core.ahead.is_used = is_ahead
-        results.append([result.token_ids for result in own.generate(random_prompts(4, seed=2), SEEDED)])
-    assert results[0] == results[1]

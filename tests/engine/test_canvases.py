@@ -114,37 +114,26 @@ def test_a_preemption_after_any_one_pass_changes_nothing(target: Target, mode: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fuse", [2, 5])
-def test_a_pass_that_raised_changes_nothing(target: Any, fuse: int) -> None:
-    engine = engine_of(target)
-    requests = [engine.add_request(PROMPTS[index], mixed(index)) for index in range(4)]
-    for _ in range(fuse - 1):
-        engine.step()
-    target.fuse = 1
-    with pytest.raises(RuntimeError, match="planted"):
-        engine.step()
-    assert recover(engine, RuntimeError("planted")) == []
-    assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("passes", [2, 5])
-@pytest.mark.parametrize("fuse", [1, 3])
-def test_a_pass_that_raised_behind_preemptions_changes_nothing(target: Any, passes: int, fuse: int) -> None:
-    """The pass was to read texts again, or to go on with their canvases, of which some had been denoised in part."""
+@pytest.mark.parametrize(
+    ("passes", "preempted", "fuse"),
+    [(1, False, 1), (4, False, 1), (2, True, 1), (2, True, 3), (5, True, 1), (5, True, 3)],
+)
+def test_a_pass_that_raised_changes_nothing(target: Any, passes: int, preempted: bool, fuse: int) -> None:
+    """Behind preemptions it was to read texts again, or to go on with their canvases, some of them denoised in part."""
     engine = engine_of(target)
     requests = [engine.add_request(PROMPTS[index % 4], mixed(index)) for index in range(6)]
     for _ in range(passes):
         engine.step()
-    assert any(request.canvas is not None for request in requests)
-    for request in requests:
-        engine.core.scheduler.preempt(request)
+    if preempted:
+        assert any(request.canvas is not None for request in requests)
+        for request in requests:
+            engine.core.scheduler.preempt(request)
     target.fuse = fuse
     with pytest.raises(RuntimeError, match="planted"):
         finish(engine, requests)
     assert recover(engine, RuntimeError("planted")) == []
     assert finish(engine, requests) == [alone(target, index, mixed(index)) for index in range(6)]
-    assert all(request.stats.preemptions > 1 for request in requests), "each was moved, and was there when it failed"
+    assert all(request.stats.preemptions > preempted for request in requests), "each was there when it failed"
 
 
 def test_a_prefix_hit_saves_the_passes_over_the_prompt_and_changes_nothing(target: Target) -> None:
@@ -258,20 +247,6 @@ def test_nothing_leaks_in_a_long_run(target: Target, turns: int, pages: int, mos
     assert len(ended) > turns // share
     for turn, request in ended[:: max(1, len(ended) // 6)]:
         assert request.result().token_ids == alone(target, turn, replace(mixed(turn), max_tokens=9))
-
-
-def test_an_abort_frees_pages_at_once_whatever_is_on_the_canvas(target: Target) -> None:
-    for passes in range(4):
-        engine = engine_of(target)
-        request, other = (engine.add_request(PROMPTS[2], params(index)) for index in range(2))
-        for _ in range(passes):
-            engine.step()
-        engine.abort(request)
-        held = engine.snapshot().pages_used
-        engine.abort(other)
-        assert engine.snapshot().pages_used == 0
-        assert passes == 0 or held > 0
-        engine.check_integrity()
 
 
 def test_feedback_is_of_the_size_of_a_canvas(target: Target) -> None:

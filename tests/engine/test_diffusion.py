@@ -183,25 +183,6 @@ def test_pages_that_end_inside_a_block_are_not_shared(model: Masked) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_token_ends_an_answer_inside_a_block(model: Masked) -> None:
-    whole = alone(model.target, PROMPTS[0], params())
-    stop = whole[10]
-    (result,) = Engine(model.target, **BLOCKS).generate([PROMPTS[0]], params(stop_token_ids=(stop,)))
-    assert result.token_ids == whole[: whole.index(stop) + 1]
-    assert result.finish_reason == "stop"
-
-
-def test_log_probabilities_are_those_of_the_pass_that_chose(model: Masked) -> None:
-    (result,) = Engine(model.target, **BLOCKS).generate([PROMPTS[2]], params(logprobs=True, top_logprobs=2))
-    assert result.token_ids == alone(model.target, PROMPTS[2], params())
-    assert result.logprobs is not None
-    assert result.top_logprobs is not None
-    assert len(result.logprobs) == len(result.top_logprobs) == 21
-    for logprob, top in zip(result.logprobs, result.top_logprobs, strict=True):
-        assert logprob < 0
-        assert logprob <= top[0][1] + 1e-6
-
-
 class OwnRule(TokenRule):
     def apply(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         return logits

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.tiles import needs_kernels
-from tests.tiny import random_drafter
+from tests.tiny import random_drafter, tokens
 from volley import Engine, GenerationResult, SamplingParams, native
 from volley.errors import ConfigError
 from volley.files import REFERENCE
@@ -48,10 +48,6 @@ def run(weights: Weights, params: SamplingParams, **options: Any) -> list[Genera
     results = list(engine.generate(CHATS, params))
     engine.check_integrity()
     return results
-
-
-def tokens(results: list[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
 
 
 SCHEDULES: list[dict[str, Any]] = [

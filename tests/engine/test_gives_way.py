@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import Pair, random_prompts
+from tests.tiny import Pair, answered, random_prompts, tokens
 from volley import Engine, SamplingParams
 from volley.proposers.block import BlockProposer
 
@@ -18,9 +18,7 @@ def engine_of(pair: Pair, **options: Any) -> Engine:
 
 
 def answers(engine: Engine, params: SamplingParams) -> list[list[int]]:
-    found = [result.token_ids for result in engine.generate(PROMPTS, params)]
-    engine.check_integrity()
-    return found
+    return tokens(answered(engine, PROMPTS, params))
 
 
 def now_and_then(calls: list[int]) -> Callable[[], bool]:

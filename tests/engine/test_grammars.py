@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chi_square import chi_square_p
 from tests.conftest import byte_tokenizer
-from tests.tiny import Answers, Pair, eager_model, random_drafter, target_config, teach
+from tests.tiny import Answers, Pair, answered, eager_model, random_drafter, target_config, teach
 from volley import Engine, Grammar, SamplingParams
 from volley.decode.rules import Constraint, allowed_probs
 from volley.decode.sampling import token_probs
@@ -89,9 +89,7 @@ def expected() -> Answers:
 
 def answers(engine: Engine, **params: Any) -> list[list[int]]:
     own = SamplingParams(**{"grammar": GRAMMAR, "max_tokens": COUNT, **params})
-    results = list(engine.generate(PROMPTS, own))
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
+    results = answered(engine, PROMPTS, own)
     for result in results:
         assert result.finish_reason == "stop"
         jsonschema.validate(json.loads(result.text), SCHEMA)
@@ -171,16 +169,6 @@ def test_each_request_has_its_own_grammar_and_some_have_none() -> None:
             assert result.finish_reason == alone.finish_reason
         assert together[2].text.isdigit()
         assert together[3].text in ("left", "right")
-
-
-def test_n_answers_are_those_of_their_seeds() -> None:
-    params = SamplingParams(grammar=GRAMMAR, max_tokens=COUNT, temperature=1.0, seed=1)
-    each = [params.for_choice(index) for index in range(4)]
-    many = list(Engine(pair().target, pair().drafter).generate([PROMPTS[0]] * 4, each))
-    assert len({result.text for result in many}) > 1
-    for result, own in zip(many, each, strict=True):
-        (alone,) = Engine(pair().target).generate(PROMPTS[0], own)
-        assert result.token_ids == alone.token_ids
 
 
 def test_the_model_ends_its_text_only_where_the_grammar_accepts_it() -> None:

@@ -8,11 +8,23 @@ import pytest
 import torch
 
 from tests.conftest import TinyPair
-from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
+from tests.tiny import (
+    Pair,
+    answered,
+    answers_and_drafts,
+    block_proposer,
+    greedy,
+    make_pair,
+    random_drafter,
+    random_prompts,
+    teach,
+    tokens,
+)
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
 from volley.engine.states import DraftRing, num_rings
 from volley.errors import ConfigError
+from volley.models.drafters.drafter import Drafter
 
 COUNT = 20
 BASE = random_prompts(7, longest=35, seed=1)
@@ -36,15 +48,15 @@ def taught(pair: Pair, **options: Any) -> Engine:
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
-    results = list(engine.generate(prompts, PARAMS))
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
-    assert not engine.core.scheduler.has_work
-    return results
+    return answered(engine, prompts, PARAMS)
 
 
-def tokens(results: list[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
+def check_drafter(pair: Pair, drafter: Drafter, **options: Any) -> None:
+    """Assert that answers are the target's with a drafter of another kind, too."""
+    results = run(taught(pair._replace(drafter=drafter), **options))
+    assert tokens(results) == expected()
+    longest = max(length for result in results for length in result.stats.accepted_lengths)
+    assert longest > 2 or options.get("policy") == "goodput"
 
 
 def test_answers_vary() -> None:
@@ -105,17 +117,15 @@ def test_a_text_is_copied_from_without_a_drafter(pair: Pair) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None) -> None:
+@pytest.mark.parametrize("pools", [{}, {"kv_dtype": "int4", "draft_kv_dtype": "int8"}])
+def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None, pools: dict[str, Any]) -> None:
     """The drafter's K/V come back with the target's, so a warm run drafts as well as a cold one."""
-    prompts = [prompt for prompt in BASE if len(prompt) > 16]
-    for prompt in prompts:
-        engine = Engine(pair.target, random_drafter(3), policy="fixed", page_size=4, num_pages=40, draft_window=window)
-        drafts: list[list[int]] = []
-        engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
-        (cold,) = run(engine, [prompt])
-        cold_drafts, drafts[:] = list(drafts), []
-        (warm,) = run(engine, [prompt])
-        assert warm.token_ids == cold.token_ids == greedy(pair.hf, prompt, COUNT)
+    options = {"page_size": 4, "num_pages": 40, **pools}
+    for prompt in [prompt for prompt in BASE if len(prompt) > 16]:
+        engine = Engine(pair.target, random_drafter(3), policy="fixed", draft_window=window, **options)
+        (plain,) = run(Engine(pair.target, policy="plain", prefix_caching=False, **options), [prompt])
+        ((cold,), cold_drafts), ((warm,), drafts) = (answers_and_drafts(engine, [prompt], PARAMS) for _ in range(2))
+        assert warm.token_ids == cold.token_ids == plain.token_ids
         assert drafts == cold_drafts, "a random drafter shows any change of its context"
         assert warm.stats.accepted_lengths == cold.stats.accepted_lengths
         whole = (len(prompt) - 1) // 4 * 4

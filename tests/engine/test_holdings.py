@@ -1,10 +1,8 @@
 """The engine's report of its memory."""
 
-import pytest
-
 from tests.tiny import make_pair
 from volley import Engine
-from volley.engine.holdings import describe_memory, memory_of, report_memory
+from volley.engine.holdings import describe_memory, memory_of
 
 
 def test_memory_is_that_of_weights_and_pools() -> None:
@@ -24,11 +22,3 @@ def test_memory_as_text_names_the_device_and_every_part() -> None:
     line = describe_memory(Engine(pair.target, pair.drafter, num_pages=20).core)
     assert line.startswith("memory of cpu: target ")
     assert all(f"{name} " in line for name in ("target", "kv", "drafter", "draft_kv"))
-
-
-def test_a_cpu_has_nothing_to_report(caplog: pytest.LogCaptureFixture) -> None:
-    pair = make_pair()
-    engine = Engine(pair.target, pair.drafter, num_pages=20)
-    with caplog.at_level("INFO", "volley"):
-        report_memory(engine.core)
-    assert not caplog.text

@@ -2,14 +2,13 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.procedures.test_denoising import MASK, Masked, masked_model
-from tests.tiny import finish, random_prompts
+from tests.tiny import answered, finish, random_prompts, tokens
 from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
 from volley.config import KVDtype
 from volley.memory.batch import RaggedBatch
@@ -32,15 +31,7 @@ def params(diffusion: DiffusionParams, temperature: float = 0.0, **changes: Any)
 
 
 def run(target: Target, prompts: Sequence[list[int]], own: SamplingParams, **options: Any) -> list[GenerationResult]:
-    engine = Engine(target, **{"page_size": 4, **options})
-    results = list(engine.generate(list(prompts), own))
-    engine.check_integrity()
-    assert engine.snapshot().pages_used == 0
-    return results
-
-
-def tokens(results: Sequence[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
+    return answered(Engine(target, **{"page_size": 4, **options}), prompts, own)
 
 
 @pytest.fixture(scope="module")
@@ -147,19 +138,6 @@ def test_prompts_of_every_length_up_to_two_blocks(model: Masked, temperature: fl
     assert {len(result.token_ids) for result in found} == {max_tokens}
 
 
-@pytest.mark.parametrize("passes", range(8))
-def test_an_abort_in_any_pass_frees_pages_and_disturbs_nobody(model: Masked, passes: int) -> None:
-    (expected,) = tokens(run(model.target, PROMPTS[:1], params(PLAIN)))
-    engine = Engine(model.target, page_size=4)
-    gone, stays = (engine.add_request(PROMPTS[0], params(drafted(2))) for _ in range(2))
-    for _ in range(passes):
-        engine.step()
-    engine.abort(gone)
-    engine.check_integrity()
-    assert finish(engine, [stays]) == [expected]
-    assert gone.canvas is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [PLAIN, drafted(2)])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
@@ -187,11 +165,3 @@ def test_several_answers_share_a_prompt_and_are_those_of_the_plain_mode(model: M
         assert [one.stats.cached_tokens for one in others] == [32, 32]
     assert answers[0] == answers[1]
     assert len({tuple(answer) for answer in answers[0]}) > 1
-
-
-def test_a_stop_token_ends_drafted_and_plain_answers_alike(model: Masked) -> None:
-    """The stop token is found inside a draft; nothing behind it comes out."""
-    own = params(PLAIN, 1.0, max_tokens=60, stop_token_ids=(7, 9), logit_bias=((7, 2.0),))
-    plain, found = (run(model.target, PROMPTS, replace(own, diffusion=mode)) for mode in (PLAIN, drafted()))
-    assert tokens(found) == tokens(plain)
-    assert any(result.finish_reason == "stop" for result in found)

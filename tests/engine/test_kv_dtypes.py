@@ -5,7 +5,6 @@ same kind, one request at a time.
 """
 
 import functools
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.chi_square import chi_square_p, joint_counts
+from tests.chi_square import chi_square_p, joint_counts, joint_law
 from tests.conftest import TinyPair
+from tests.engine.test_sampled import PROMPT, TOKENS, V, sampled
 from tests.memory.reference import reference_attention
-from tests.tiny import Pair, greedy, make_pair, random_drafter, random_prompts, teach
+from tests.tiny import Pair, answered, greedy, make_pair, random_prompts, teach, tokens
 from volley import Engine, GenerationResult, SamplingParams
-from volley.decode.sampling import token_probs
 from volley.errors import ConfigError
 from volley.memory.kv_store import KVDtype, QuantisedKVStore
 
@@ -43,14 +42,7 @@ def taught(pair: Pair, kv_dtype: KVDtype, **options: Any) -> Engine:
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
-    results = list(engine.generate(prompts, PARAMS))
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
-    return results
-
-
-def tokens(results: list[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
+    return answered(engine, prompts, PARAMS)
 
 
 @pytest.mark.slow
@@ -67,23 +59,6 @@ def test_every_combination_of_pools(pair: Pair, kv_dtype: KVDtype, draft_kv_dtyp
     results = run(taught(pair, kv_dtype, draft_kv_dtype=draft_kv_dtype))
     assert tokens(results) == plain(kv_dtype)
     assert max(length for result in results for length in result.stats.accepted_lengths) >= 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_prefix_hit_keeps_tokens_and_drafts(pair: Pair, window: int | None) -> None:
-    for index, prompt in enumerate(BASE):
-        options: dict[str, Any] = {"kv_dtype": "int4", "draft_kv_dtype": "int8", "draft_window": window}
-        engine = Engine(pair.target, random_drafter(3), policy="fixed", page_size=4, num_pages=40, **options)
-        drafts: list[list[int]] = []
-        engine.on_verified.append(lambda request, proposal, verdict, to=drafts: to.append(proposal.token_ids))
-        (cold,) = run(engine, [prompt])
-        cold_drafts, drafts[:] = list(drafts), []
-        (warm,) = run(engine, [prompt])
-        assert warm.token_ids == cold.token_ids == plain("int4")[index]
-        assert drafts == cold_drafts
-        whole = (len(prompt) - 1) // 4 * 4
-        assert warm.stats.cached_tokens == whole
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED)
@@ -128,8 +103,6 @@ def test_reading_fresh_vectors_unquantised_is_seen(pair: Pair) -> None:
 
 # -- the law -----------------------------------------------------------------------------------------------------------
 
-V, TOKENS, SEEDS = 6, 3, 2000
-PROMPT = [1, 4, 2, 2]
 HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
 
 
@@ -142,31 +115,13 @@ def small() -> Pair:
 def exact_law(kv_dtype: KVDtype) -> Tensor:
     """Probability of each of the V³ answers, from whole passes over every prefix."""
     engine = Engine(small().target, num_pages=4, kv_dtype=kv_dtype)
-
-    def after(*tokens: int) -> Tensor:
-        law = token_probs(engine.next_logits([*PROMPT, *tokens])[None], HOT).double()[0]
-        return law / law.sum()
-
-    first = after()
-    second = torch.stack([after(a) for a in range(V)])
-    third = torch.stack([torch.stack([after(a, b) for b in range(V)]) for a in range(V)])
-    return (first[:, None, None] * second[:, :, None] * third).flatten()
-
-
-@functools.cache
-def sampled(kv_dtype: KVDtype) -> tuple[Tensor, float]:
-    options: dict[str, Any] = {"kv_dtype": kv_dtype, "draft_kv_dtype": "int8", "verification": "speculative"}
-    engine = Engine(
-        small().target, small().drafter, policy="fixed", max_running=256, num_pages=600, page_size=8, **options
-    )
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(HOT, seed=seed) for seed in range(SEEDS)]))
-    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
-    return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
+    return joint_law(lambda texts: torch.stack([engine.next_logits(text) for text in texts.tolist()]), PROMPT, HOT)
 
 
 @pytest.mark.slow
 def test_the_law_of_whole_answers_is_the_quantised_targets() -> None:
-    sequences, accepted = sampled("int4")
+    options: dict[str, Any] = {"kv_dtype": "int4", "draft_kv_dtype": "int8", "verification": "speculative"}
+    sequences, accepted = sampled(HOT, small(), 3000, **options)
     assert chi_square_p(joint_counts(sequences, V), exact_law("int4")) > 1e-3
     assert accepted > 0.2
     assert chi_square_p(joint_counts(sequences, V), exact_law("auto")) < 1e-6, "the unquantised law is another one"

@@ -1,7 +1,7 @@
 """Random arrivals, aborts, preemptions and settings: no answer changes, no page is lost."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ from tests.engine.test_policies import Copying, Restless, made, random_pilot
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
 from volley.engine.states import DraftRing
-from volley.errors import CapacityError
 from volley.memory.kv_store import KVDtype
 from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
@@ -166,46 +165,29 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
             assert finished.count(request) == 1
 
 
-@pytest.mark.slow
-def test_the_oldest_request_is_never_the_victim(pair: Pair) -> None:
-    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=12)
-    requests = [engine.add_request(prompt, SamplingParams(max_tokens=20)) for prompt in PROMPTS]
-    while engine.core.scheduler.has_work:
-        engine.step()
-    assert requests[0].stats.preemptions == 0
-    assert sum(request.stats.preemptions for request in requests) > 0
-
-
 def test_stepping_an_idle_engine_does_nothing(pair: Pair) -> None:
     assert Engine(pair.target, pair.drafter, num_pages=4).step() == []
 
 
-def test_an_abandoned_iterator_frees_its_pages(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("start", "is_read"),
+    [
+        (lambda engine: engine.generate(PROMPTS, PARAMS[0]), False),
+        (lambda engine: engine.generate(PROMPTS, [SamplingParams(max_tokens=3 + 5 * i) for i in range(7)]), True),
+        (lambda engine: engine.stream(PROMPTS[0], SamplingParams(max_tokens=30)), True),
+    ],
+    ids=["unread", "results", "stream"],
+)
+def test_an_abandoned_iterator_frees_its_pages(pair: Pair, start: Callable[[Engine], Any], is_read: bool) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
-    results = engine.generate(PROMPTS, [SamplingParams(max_tokens=3 + 5 * i) for i in range(len(PROMPTS))])
-    next(results)
-    assert engine.core.scheduler.has_work
+    results = start(engine)
+    if is_read:
+        next(results)
+    assert (engine.core.pool.num_used > 0) == is_read
     del results
     assert not engine.core.scheduler.has_work
     assert engine.core.pool.num_used == 0
     engine.check_integrity()
-
-
-def test_an_iterator_nobody_reads_leaves_nothing_behind(pair: Pair) -> None:
-    engine = Engine(pair.target, pair.drafter, num_pages=60)
-    results = engine.generate(PROMPTS)
-    del results
-    assert not engine.core.scheduler.has_work
-
-
-def test_an_abandoned_stream_frees_its_pages(pair: Pair) -> None:
-    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60)
-    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=30))
-    next(stream)
-    assert engine.core.pool.num_used > 0
-    stream.close()
-    assert engine.core.pool.num_used == 0
-    assert not engine.core.scheduler.has_work
 
 
 def test_an_error_in_a_step_frees_everything(pair: Pair) -> None:
@@ -331,13 +313,6 @@ def test_a_listener_may_end_a_request(pair: Pair) -> None:
     assert [result.token_ids[:4] for result in results] == [alone(i, 0)[0][:4] for i in range(len(PROMPTS))]
     assert engine.core.pool.num_used == 0
     engine.check_integrity()
-
-
-def test_a_bad_prompt_among_many_queues_none(pair: Pair) -> None:
-    engine = Engine(pair.target, page_size=4, num_pages=4)
-    with pytest.raises(CapacityError, match="raise kv_mib or num_pages or lower max_tokens"):
-        engine.generate([[1, 2], [1] * 30], SamplingParams(max_tokens=5))
-    assert not engine.core.scheduler.has_work
 
 
 def test_two_engines_on_one_target_do_not_disturb_each_other(pair: Pair) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.tiny import VOCAB, Pair, block_proposer, make_pair, teach
+from tests.tiny import VOCAB, Pair, block_proposer, teach
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask
 from volley.engine.runner import Runner
@@ -40,22 +40,6 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
     assert sum(store.nbytes for store in stores) == size
     assert engine.core.pool.num_used == 0
     engine.check_integrity()
-
-
-@pytest.mark.slow
-def test_a_draft_window_keeps_the_drafters_cache_constant_over_8k_tokens() -> None:
-    pair = make_pair(max_position_embeddings=8192)
-    engine = Engine(pair.target, pair.drafter, draft_window=64, max_running=1, num_pages=512, max_batch_tokens=2048)
-    size = block_proposer(engine).model.store.nbytes
-    prompt = [7 * i % VOCAB for i in range(8192 - 40)]
-    request = engine.add_request(prompt, SamplingParams(max_tokens=40))
-    counts: set[int] = set()
-    while request.finish_reason is None:
-        engine.step()
-        counts.add(len(request.draft_table.pages))
-    assert len(request.token_ids) == 8192
-    assert len(counts - {0}) == 1, "as many pages from the first chunk to the last token"
-    assert size == block_proposer(engine).model.store.nbytes < engine.core.runner.store.nbytes / 20
 
 
 class Everything(Policy):

@@ -13,8 +13,8 @@ from transformers import Gemma2Config, GptOssConfig, MixtralConfig
 from tests import hybrid
 from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import BOTH_WAYS, masked_model
-from tests.tiny import SHAPE, VOCAB, eager_model, random_drafter, target_config
-from volley import DiffusionParams, Engine, GenerationResult, SamplingParams
+from tests.tiny import SHAPE, VOCAB, eager_model, random_drafter, target_config, tokens
+from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.rules import TokenRule
 from volley.engine import capacity
 from volley.errors import NonFiniteError
@@ -108,10 +108,6 @@ SAMPLING: dict[str, SamplingParams] = {
     "sampled": SamplingParams(max_tokens=12, temperature=0.9, seed=3),
     "nucleus": SamplingParams(max_tokens=12, temperature=0.9, top_p=0.8, top_k=9, min_p=0.01, seed=3, logprobs=True),
 }
-
-
-def tokens(results: list[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
 
 
 def check_alone(make: Callable[[], Engine], params: SamplingParams, *, has_prefixes: bool = True) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.engine import test_greedy, test_sampled
+from tests.engine import test_sampled
+from tests.engine.test_greedy import check_drafter
 from tests.tiny import VOCAB, Pair, make_pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.models.checkpoints.checkpoint import HeadConfig
@@ -49,21 +50,21 @@ def test_without_them_the_targets_are_used() -> None:
     assert own_ends([1, 2]).embed(ids, torch.neg).shape == (3, 32)
 
 
-@pytest.mark.parametrize("size", [3, 20, VOCAB])
-@pytest.mark.parametrize("options", [{}, {"tree_nodes": 9}, {"denoising_steps": 2}, {"policy": "goodput"}])
-def test_greedy_answers_are_the_targets(pair: Pair, size: int, options: dict[str, Any]) -> None:
-    drafter = own_ends(list(range(0, size * (VOCAB // size), VOCAB // size)))
-    results = test_greedy.run(test_greedy.taught(Pair(pair.target, drafter, pair.hf), **options))
-    assert test_greedy.tokens(results) == test_greedy.expected()
-    if options.get("policy") != "goodput":
-        assert max(length for result in results for length in result.stats.accepted_lengths) > 2
+OPTIONS: list[dict[str, Any]] = [{}, {"tree_nodes": 9}, {"denoising_steps": 2}, {"policy": "goodput"}]
 
 
-@pytest.mark.parametrize("options", [{}, {"tree_nodes": 9}])
-def test_greedy_answers_with_a_sequential_head_too(pair: Pair, options: dict[str, Any]) -> None:
-    drafter = own_ends([*range(0, VOCAB, 10)], head=HEAD)  # fewer than the head has candidates
-    results = test_greedy.run(test_greedy.taught(Pair(pair.target, drafter, pair.hf), **options))
-    assert test_greedy.tokens(results) == test_greedy.expected()
+@pytest.mark.parametrize(
+    ("size", "head", "options"),
+    [
+        *((size, None, options) for size in (3, 20, VOCAB) for options in OPTIONS),
+        *((5, HEAD, options) for options in OPTIONS[:2]),  # fewer than the head has candidates
+    ],
+)
+def test_greedy_answers_are_the_targets(
+    pair: Pair, size: int, head: HeadConfig | None, options: dict[str, Any]
+) -> None:
+    drafter = own_ends(list(range(0, size * (VOCAB // size), VOCAB // size)), head=head)
+    check_drafter(pair, drafter, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"denoising_steps": 2}, {"tree_nodes": 9}])

@@ -2,19 +2,18 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.chi_square import chi_square_p, joint_counts
+from tests.chi_square import chi_square_p, joint_counts, joint_law
 from tests.decode.test_rules import reference
-from tests.tiny import Answers, Pair, make_pair, random_prompts, teach
+from tests.engine.test_sampled import PROMPT, TOKENS, V, sampled, tiny
+from tests.tiny import Answers, Pair, answered, make_pair, random_prompts, teach, tokens
 from volley import Engine, SamplingParams
 from volley.decode.rules import Penalties
-from volley.decode.sampling import token_probs
 from volley.errors import InputError
 
 COUNT = 16
@@ -48,10 +47,9 @@ def expected(index: int) -> Answers:
 def greedy_answers(engine: Engine, index: int) -> list[list[int]]:
     teach(engine, expected(index))
     params = SamplingParams(**EACH[index], max_tokens=COUNT)
-    results = list(engine.generate(PROMPTS, params))
-    engine.check_integrity()
+    results = answered(engine, PROMPTS, params)
     assert max(n for result in results for n in result.stats.accepted_lengths) >= min(4, engine.block_size)
-    return [result.token_ids for result in results]
+    return tokens(results)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -114,8 +112,7 @@ def test_top_logprobs_belong_to_the_unprocessed_law(pair: Pair) -> None:
 
 # -- the law -----------------------------------------------------------------------------------------------------------
 
-V, TOKENS, SEEDS = 6, 3, 1500
-PROMPT = [1, 4, 2, 2]
+SEEDS = 1500
 LAW = SamplingParams(
     temperature=1.0,
     max_tokens=TOKENS,
@@ -127,44 +124,29 @@ LAW = SamplingParams(
 
 
 @functools.cache
-def tiny() -> Pair:
-    return make_pair(2, {"vocab_size": V, "block_size": 4, "mask_token_id": 5}, vocab_size=V, initializer_range=0.2)
-
-
-@functools.cache
 def exact_law() -> Tensor:
     """Probability of each of the V³ answers: transformers' logits for every prefix, penalised by the loop."""
-    laws = torch.ones(1, dtype=torch.double)
-    for length in range(TOKENS):
-        prefixes = torch.cartesian_prod(*[torch.arange(V)] * length).view(-1, length) if length else torch.empty(1, 0)
-        ids = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes.long()], dim=1)
-        with torch.inference_mode():
-            logits = tiny().hf(input_ids=ids, use_cache=False).logits[:, -1]
-        rows = [
-            reference(row, LAW, PROMPT, list(map(int, prefix)))
-            for row, prefix in zip(logits.tolist(), prefixes.tolist(), strict=True)
-        ]
-        probs = token_probs(torch.tensor(rows), LAW).double()
-        laws = (laws[:, None] * (probs / probs.sum(dim=-1, keepdim=True))).flatten()
-    return laws
+
+    def penalised(texts: Tensor) -> Tensor:
+        rows = zip(tiny().hf(input_ids=texts, use_cache=False).logits[:, -1].tolist(), texts.tolist(), strict=True)
+        return torch.tensor([reference(row, LAW, PROMPT, text[len(PROMPT) :]) for row, text in rows])
+
+    return joint_law(penalised, PROMPT, LAW)
 
 
-def sampled(**options: Any) -> float:
-    engine = Engine(
-        tiny().target, tiny().drafter, policy="fixed", max_running=256, num_pages=600, page_size=8, **options
-    )
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(LAW, seed=seed) for seed in range(SEEDS)]))
-    assert sum(n - 1 for result in results for n in result.stats.accepted_lengths) > 0.2 * SEEDS
-    return chi_square_p(joint_counts(torch.tensor([result.token_ids for result in results]), V), exact_law())
+def probability(**options: Any) -> float:
+    sequences, accepted = sampled(LAW, seeds=SEEDS, **options)
+    assert accepted > 0.2
+    return chi_square_p(joint_counts(sequences, V), exact_law())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"verification": "speculative"}, {"verification": "match"}, {"tree_nodes": 8}])
 def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> None:
-    assert sampled(**options) > 1e-3
+    assert probability(**options) > 1e-3
 
 
 @pytest.mark.slow
 def test_a_law_that_ignores_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_the_draft(monkeypatch)
-    assert sampled(verification="speculative") < 1e-6
+    assert probability(verification="speculative") < 1e-6

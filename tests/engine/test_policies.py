@@ -116,18 +116,23 @@ def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "grown"), [(Climbing, True), (Goodput, False)])
-def test_the_law_of_requests_without_a_seed_is_the_targets(
-    monkeypatch: pytest.MonkeyPatch, policy: Any, grown: bool
+@pytest.mark.parametrize(("policy", "seeded"), [(Climbing, False), (Climbing, True), (Goodput, False)])
+def test_the_law_of_trees_and_chains_by_turns_is_the_targets(
+    monkeypatch: pytest.MonkeyPatch, policy: Any, seeded: bool
 ) -> None:
-    """Speculatively sampled as chains, until a policy grows trees for them; goodput does not, though they cost it nothing."""
+    """Without a seed they are speculatively sampled chains until a policy grows trees; goodput does not, though they are free."""
     settle(monkeypatch, token=0.0)
-    numbers = itertools.count()
+    numbers, are_chains = itertools.count(), set[bool]()
     monkeypatch.setattr("volley.engine.requests.secrets.randbits", lambda bits: next(numbers))
-    sequences, accepted, ways = sampled_ways(policy(), seeded=False)
+    sequences, accepted = sampled(
+        HOT,
+        policy=policy(),
+        seeded=seeded,
+        listener=lambda request, proposal, _: are_chains.add(proposal.parents is None),
+    )
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
-    assert ways == ({False, True} if grown else {True})
+    assert are_chains == ({False, True} if policy is Climbing else {True})
 
 
 @pytest.mark.slow
@@ -171,23 +176,6 @@ def test_copies_that_are_refused_and_drawn_again_are_seen(monkeypatch: pytest.Mo
     monkeypatch.setattr("volley.engine.engine.Speculative", DrawingAgain)
     sequences, _ = sampled_copies(monkeypatch, seeded=False)
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
-
-
-@pytest.mark.slow
-def test_the_law_of_trees_and_chains_by_turns_is_the_targets() -> None:
-    sequences, accepted, ways = sampled_ways(Climbing(), seeded=True)
-    assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
-    assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
-    assert ways == {False, True}
-
-
-def sampled_ways(policy: Policy, *, seeded: bool) -> tuple[Tensor, float, set[bool]]:
-    """Return what :func:`sampled` finds, and whether drafts were chains."""
-    ways: set[bool] = set()
-    sequences, accepted = sampled(
-        HOT, policy=policy, seeded=seeded, listener=lambda request, proposal, _: ways.add(proposal.parents is None)
-    )
-    return sequences, accepted, ways
 
 
 class Peeking(Fixed):

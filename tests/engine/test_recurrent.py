@@ -10,7 +10,7 @@ import torch
 from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import TOKENS, V, exact_law, sampled
 from tests.hybrid import BASE, CONFIGS, COUNT, KINDS, PROMPTS, answers, expected, model, target
-from tests.tiny import Pair, eager_model, greedy, random_drafter, teach
+from tests.tiny import Pair, answered, eager_model, greedy, random_drafter, teach, tokens
 from volley import Engine, GenerationResult, SamplingParams
 from volley.engine.recovery import recover
 from volley.engine.recurrent import RecurrentStates
@@ -39,15 +39,9 @@ def states(engine: Engine) -> RecurrentStates:
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[GenerationResult]:
-    results = list(engine.generate(prompts, PARAMS))
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
+    results = answered(engine, prompts, PARAMS)
     assert states(engine).num_held == 0
     return results
-
-
-def tokens(results: list[GenerationResult]) -> list[list[int]]:
-    return [result.token_ids for result in results]
 
 
 def longest(results: list[GenerationResult]) -> int:

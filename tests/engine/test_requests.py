@@ -66,23 +66,6 @@ def stream(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[l
 # -- ends --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_max_tokens(count: int) -> None:
-    (result,) = taught().generate(PROMPTS[0], SamplingParams(max_tokens=count))
-    assert result.token_ids == answer(0)[:count]
-    assert result.finish_reason == "length"
-    assert result.stats.output_tokens == count
-
-
-@pytest.mark.slow
-def test_a_stop_token_ends_the_answer_and_belongs_to_it() -> None:
-    other = next(token for token in range(50) if token not in answer(1))
-    for token in sorted(set(answer(1))):
-        (result,) = taught().generate(PROMPTS[1], SamplingParams(max_tokens=COUNT, stop_token_ids=(token, other)))
-        assert result.token_ids == answer(1)[: answer(1).index(token) + 1]
-        assert result.finish_reason == "stop"
-
-
 def test_stop_tokens_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(InputError, match=r"stop_token_ids: token id 50 is outside .* of 50; leave .* from 0 to 49"):
         taught().add_request(PROMPTS[0], SamplingParams(stop_token_ids=(1, 50)))
@@ -136,29 +119,6 @@ def test_stop_strings(index: int, stops: list[tuple[int, int]], odd: bool) -> No
     assert [token for chunk in chunks for token in chunk.token_ids] == kept
 
 
-def test_an_end_that_may_begin_a_stop_string_is_held_back() -> None:
-    whole = text_of(answer(2))
-    params = SamplingParams(max_tokens=COUNT, stop=(whole[:3] + "?",))
-    chunks, result = stream(taught(block_size=1), PROMPTS[2], params)
-    assert result.text == whole
-    shown = ""
-    for count, chunk in enumerate(chunks[:-1], start=1):
-        shown += chunk.text
-        have = text_of(answer(2)[:count])
-        assert have.startswith(shown)
-        held = have[len(shown) :]
-        assert whole[:3].startswith(held), "nothing but the beginning of the stop string waits"
-    assert chunks[0].text == "" or len(text_of(answer(2)[:1])) > 3
-
-
-def test_two_stop_strings_hold_back_the_longer_beginning() -> None:
-    """The second begins before the first: what the first lets go is still held for the second."""
-    whole = text_of(answer(0))
-    params = SamplingParams(max_tokens=COUNT, stop=(whole[1:3], whole[:3]))
-    chunks, result = stream(taught(), PROMPTS[0], params)
-    assert result.text == "".join(chunk.text for chunk in chunks) == ""
-
-
 # -- streaming ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,11 +139,6 @@ def test_the_stream_comes_while_the_engine_works() -> None:
     next(generator)
     assert engine.core.scheduler.running[0].num_output == 1
     generator.close()
-
-
-def test_plain_chunks_are_never_from_the_draft() -> None:
-    chunks, _ = stream(taught(block_size=1), PROMPTS[0], SamplingParams(max_tokens=9))
-    assert [chunk.from_draft for chunk in chunks] == [False] * 9
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -243,11 +198,6 @@ def test_logprobs_are_the_targets_own(pair: Pair, params: SamplingParams, option
         expected = rows[torch.arange(len(result.token_ids)), result.token_ids]
         assert result.logprobs is not None
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_logprobs_come_only_when_asked_for() -> None:
-    (result,) = taught().generate(PROMPTS[0], SamplingParams(max_tokens=3))
-    assert result.logprobs is None
 
 
 def test_without_a_tokenizer_there_is_no_text(pair: Pair) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.chi_square import chi_square_p, joint_counts
-from tests.tiny import Pair, block_proposer, make_pair, random_prompts
+from tests.chi_square import chi_square_p, joint_counts, joint_law
+from tests.tiny import Pair, answered, block_proposer, make_pair, random_prompts, tokens
 from volley import Engine, SamplingParams, native
 from volley.decode import propose
 from volley.decode.propose import Transitions
@@ -34,10 +34,7 @@ PARAMS = [
 
 
 def answers(engine: Engine) -> list[list[int]]:
-    found = [result.token_ids for result in engine.generate(PROMPTS, PARAMS)]
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
-    return found
+    return tokens(answered(engine, PROMPTS, PARAMS))
 
 
 def test_a_draft_temperature_of_the_engine_is_that_of_requests_without_one() -> None:
@@ -144,6 +141,7 @@ def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
 
 V, TOKENS, SEEDS = 6, 3, 4000
 PROMPT = [1, 3, 2, 2]
+MANY: dict[str, Any] = {"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8}
 
 
 @functools.cache
@@ -153,18 +151,16 @@ def tiny() -> Pair:
 
 def exact_law(params: SamplingParams, pair: Pair | None = None) -> Tensor:
     """Probability of each of the Vⁿ answers, from transformers' logits for every prefix."""
-    pair = pair or tiny()
-    tokens, vocab = params.max_tokens, pair.target.vocab_size
-    prefixes = torch.cartesian_prod(*[torch.arange(vocab)] * (tokens - 1))
-    ids = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes], dim=1)
-    with torch.inference_mode():
-        logits = pair.hf(input_ids=ids, use_cache=False).logits[:, len(PROMPT) - 1 :]
-    laws = token_probs(logits.flatten(0, 1), params).double().view(len(prefixes), tokens, vocab)
-    laws = laws / laws.sum(dim=-1, keepdim=True)
-    law = laws[:, -1]
-    for position in range(tokens - 1):
-        law = law * laws[:, position].gather(1, prefixes[:, position, None])
-    return law.flatten()
+    hf = (pair or tiny()).hf
+    return joint_law(lambda texts: hf(input_ids=texts, use_cache=False).logits[:, -1], PROMPT, params)
+
+
+def drawn(engine: Engine, params: SamplingParams, seeds: int, *, seeded: bool = True) -> tuple[Tensor, float]:
+    """Return an answer for each seed, and how many draft tokens were accepted in each."""
+    own = [replace(params, seed=seed if seeded else None) for seed in range(seeds)]
+    results = list(engine.generate([PROMPT] * seeds, own))
+    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
+    return torch.tensor(tokens(results)), accepted / seeds
 
 
 def sampled(
@@ -178,14 +174,10 @@ def sampled(
     **options: Any,
 ) -> tuple[Tensor, float]:
     pair = pair or tiny()
-    options = {"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8, **options}
-    engine = Engine(pair.target, pair.drafter, **options)
+    engine = Engine(pair.target, pair.drafter, **{**MANY, **options})
     block_proposer(engine).drafts_late = late  # as on a GPU
     engine.on_verified += [listener] if listener else []
-    own = [replace(params, seed=seed if seeded else None) for seed in range(seeds)]
-    results = list(engine.generate([PROMPT] * seeds, own))
-    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
-    return torch.tensor([result.token_ids for result in results]), accepted / seeds
+    return drawn(engine, params, seeds, seeded=seeded)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Draft trees change how many tokens a pass yields, never which (fp32); K/V of accepted branches end where they belong."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,17 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine import test_greedy
+from tests.engine.test_greedy import BASE, COUNT, PARAMS
 from tests.models.targets.test_target import ARCHITECTURES
 from tests.tiny import (
     VOCAB,
     Pair,
+    answered,
     block_proposer,
     eager_model,
     greedy,
     make_pair,
     random_drafter,
-    random_prompts,
     teach,
+    tokens,
 )
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask, Kind, Shape, Verdict, Works
@@ -32,15 +34,11 @@ from volley.policies.fixed import Fixed
 from volley.procedures.request import Request
 from volley.proposers.block import BlockProposer
 
-COUNT = 20
-PROMPTS = random_prompts(7, longest=35, seed=1)
-PARAMS = SamplingParams(max_tokens=COUNT)
+PROMPTS = BASE
 
 
-@functools.cache
 def expected() -> list[list[int]]:
-    hf = make_pair().hf
-    return [greedy(hf, prompt, COUNT) for prompt in PROMPTS]
+    return test_greedy.expected()[: len(PROMPTS)]
 
 
 def tempt(engine: Engine) -> None:
@@ -77,11 +75,9 @@ def taught(pair: Pair, **options: Any) -> Engine:
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    results = list(engine.generate(prompts, PARAMS))
-    engine.check_integrity()
-    assert engine.core.pool.num_used == 0
+    results = answered(engine, prompts, PARAMS)
     assert all(length <= engine.block_size for result in results for length in result.stats.accepted_lengths)
-    return [result.token_ids for result in results]
+    return tokens(results)
 
 
 @pytest.mark.slow

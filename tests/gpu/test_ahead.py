@@ -28,7 +28,7 @@ SAMPLED = replace(LONG, temperature=1.0)
 
 
 def watched(
-    both: Both, count: int, params: SamplingParams, *, drafts: bool = False, is_ahead: bool = True, **options: Any
+    both: Both, count: int, params: SamplingParams, *, drafts: bool = True, is_ahead: bool = True, **options: Any
 ) -> tuple[list[int], list[int]]:
     """Launches that the device has left: when the host has the tokens of a step, and when it commits them."""
     with pretended_cuda() as counts:
@@ -51,28 +51,6 @@ def watched(
         return counts.left, committing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [LONG, SAMPLED, replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
-    both: Both, count: int, params: SamplingParams
-) -> None:
-    left, committing = watched(both, count, params)
-    assert len(left) == 4
-    assert min(left + committing) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "params", [LONG, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"]
-)
-@pytest.mark.parametrize("count", [1, 3])
-def test_so_it_has_its_next_cycle_of_chains(both: Both, count: int, params: SamplingParams) -> None:
-    left, committing = watched(both, count, params, drafts=True)
-    assert len(left) == 4
-    assert min(left + committing) > 0
-
-
 def with_head(both: Both, kind: str) -> Both:
     """The pair with a drafter that has a sequential head, or a confidence head beside one."""
     name, _, rated = kind.partition(" ")
@@ -84,18 +62,27 @@ def with_head(both: Both, kind: str) -> Both:
         return both._replace(here=both.here._replace(drafter=drafter), drafter=cast(Any, move(copy.deepcopy(drafter))))
 
 
-HEADS = ["residual", "markov", "dspark rated", "selector", "domino"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "params", [LONG, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)], ids=["greedy", "sampled", "seeded"]
+    "params",
+    [LONG, SAMPLED, replace(SAMPLED, top_p=0.9), replace(SAMPLED, seed=3)],
+    ids=["greedy", "sampled", "top-p", "seeded"],
 )
-@pytest.mark.parametrize("head", [None, *HEADS])
-def test_so_it_has_the_next_of_windows_and_heads(both: Both, head: str | None, params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    ("count", "head", "own"),
+    [
+        *((count, None, own) for count in (1, 3) for own in ({"drafts": False}, {})),
+        (3, None, {"draft_window": 8}),
+        (3, "residual", {"draft_window": 8}),
+        *((3, head, {}) for head in ("markov", "dspark rated", "selector", "domino")),
+    ],
+    ids=str,
+)
+def test_the_device_has_its_next_pass_when_the_host_has_its_tokens(
+    both: Both, count: int, head: str | None, own: dict[str, Any], params: SamplingParams
+) -> None:
     """The host waits once a step, however many tokens of a head follow each other."""
-    own = {"draft_window": 8} if head in (None, "residual") else {}
-    left, committing = watched(both if head is None else with_head(both, head), 3, params, drafts=True, **own)
+    left, committing = watched(both if head is None else with_head(both, head), count, params, **own)
     assert len(left) == 4
     assert min(left + committing) > 0
 
@@ -103,7 +90,7 @@ def test_so_it_has_the_next_of_windows_and_heads(both: Both, head: str | None, p
 @pytest.mark.slow
 def test_the_order_before_leaves_the_device_idle(both: Both) -> None:
     """Planted: what the test above would see."""
-    left, committing = watched(both, 3, LONG, is_ahead=False)
+    left, committing = watched(both, 3, LONG, drafts=False, is_ahead=False)
     assert set(left + committing) == {0}
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests import tiny
-from tests.chi_square import chi_square_p, joint_counts
+from tests.chi_square import chi_square_p, joint_counts, joint_law
 from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import MASK, Masked, masked_model
+from tests.tiny import answered, tokens
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.late import Reading
 from volley.decode.rules import AtLeast
@@ -44,10 +45,7 @@ def params(diffusion: DiffusionParams, temperature: float = 0.0, **changes: Any)
 
 def answers(target: Target, prompts: Sequence[list[int]], own: SamplingParams, **options: Any) -> list[list[int]]:
     engine = Engine(target, **{"page_size": 4, **options})
-    found = [result.token_ids for result in engine.generate(list(prompts), own)]
-    engine.check_integrity()
-    assert engine.snapshot().pages_used == 0
-    return found
+    return tokens(answered(engine, prompts, own))
 
 
 @pytest.fixture(scope="module", params=["sdar", "window"])
@@ -269,18 +267,16 @@ def test_planted_faults_are_seen(kind: type[InPlace], temperature: float) -> Non
 V, PROMPT = 6, [1, 2]
 
 
-@torch.inference_mode()
 def exact(hf: PreTrainedModel) -> Tensor:
     """The distribution of three tokens after the prompt ``[V³]``."""
-    joint, texts = torch.ones(()), torch.tensor([PROMPT])
-    for _ in range(3):
+
+    def behind(texts: Tensor) -> Tensor:
         masks = torch.full((len(texts), 1), V - 1)
-        logits = hf(input_ids=torch.cat([texts, masks], dim=1)).logits[:, -1].float()
+        logits: Tensor = hf(input_ids=torch.cat([texts, masks], dim=1)).logits[:, -1].float()
         logits[:, V - 1] = -torch.inf
-        joint = (joint.reshape(-1, 1) * token_probs(logits, SamplingParams(temperature=1.0))).flatten()
-        nexts = torch.arange(V).repeat(len(texts))[:, None]
-        texts = torch.cat([texts.repeat_interleave(V, dim=0), nexts], dim=1)
-    return joint
+        return logits
+
+    return joint_law(behind, PROMPT, SamplingParams(temperature=1.0, max_tokens=3))
 
 
 @pytest.mark.slow
@@ -381,6 +377,6 @@ def test_the_logits_of_the_next_token_are_those_by_which_the_model_writes(sdar: 
     """The test of ties reads these logits."""
     engine, prompts = Engine(sdar.target, page_size=4), tiny.random_prompts(6, vocab=MASK)
     written = [result.token_ids for result in engine.generate(prompts, params(AUTOREGRESSIVE, max_tokens=3))]
-    for prompt, tokens in zip(prompts, written, strict=True):
-        assert [int(engine.next_logits([*prompt, *tokens[:known]]).argmax()) for known in range(3)] == tokens
+    for prompt, answer in zip(prompts, written, strict=True):
+        assert [int(engine.next_logits([*prompt, *answer[:known]]).argmax()) for known in range(3)] == answer
     assert engine.next_logits(prompts[0])[MASK] == -torch.inf

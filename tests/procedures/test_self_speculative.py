@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from tests import tiny
-from tests.chi_square import chi_square_p, joint_counts
+from tests.chi_square import chi_square_p, joint_counts, joint_law
 from tests.costs import settle
 from tests.diffusion_gemma import VOCAB as GEMMA_VOCAB
 from tests.diffusion_gemma import random_model
 from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.decode.canvas import CanvasNoise, CoupledNoise
-from volley.decode.sampling import PositionNoise, token_probs
+from volley.decode.canvas import CoupledNoise
+from volley.decode.sampling import PositionNoise
 from volley.decode.work import Ask, Work
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.families import FAST_DLLM
@@ -201,7 +201,7 @@ class Unmatched(SelfSpeculative):
 class Independent(SelfSpeculative):
     """Drafts with noise of its own, as others do."""
 
-    def noise(self, request: Request) -> CanvasNoise:
+    def noise(self, request: Request) -> PositionNoise:
         return PositionNoise(request.noise.seed)
 
 
@@ -241,15 +241,8 @@ def exact(own: Target) -> Tensor:
     """The distribution of :data:`TOKENS` tokens after the prompt ``[V ** TOKENS]``."""
     hf = copy.deepcopy(own.model)
     hf.set_attn_implementation("eager")
-    joint = torch.ones(())
-    texts = torch.tensor([[1, 2]])
-    for _ in range(TOKENS):
-        with torch.inference_mode():
-            probs = token_probs(hf(input_ids=texts).logits[:, -1], SamplingParams(temperature=1.0))
-        joint = (joint.reshape(-1, 1) * probs).flatten()
-        nexts = torch.arange(V).repeat(len(texts))[:, None]
-        texts = torch.cat([texts.repeat_interleave(V, dim=0), nexts], dim=1)
-    return joint
+    params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
+    return joint_law(lambda texts: hf(input_ids=texts).logits[:, -1], [1, 2], params)
 
 
 def drawn(steps: int | None) -> SamplingParams:
@@ -259,8 +252,15 @@ def drawn(steps: int | None) -> SamplingParams:
     return SamplingParams(temperature=1.0, max_tokens=2 * length, diffusion=own)
 
 
-def p_of(tokens: Tensor, distribution: Tensor) -> float:
-    return chi_square_p(joint_counts(tokens[:, :TOKENS], V), distribution)
+def sampled(kind: type[SelfSpeculative], steps: int | None, rule: type[DraftSteps]) -> tuple[float, SelfSpeculative]:
+    """How probable 1500 answers are under the model's own distribution, and the procedure that wrote them."""
+    own = target(vocab_size=V)
+    engine = Engine(own, max_running=500, max_batch_tokens=8000, prefix_caching=False, num_pages=1000)
+    assert own.diffusion is not None
+    chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1 + 0.1 * tokens / requests))
+    procedure = kind(own, own.diffusion, engine.procedure, chooser)
+    tokens, _ = draws(engine, procedure, 1500, drawn(steps))
+    return chi_square_p(joint_counts(tokens[:, :TOKENS], V), exact(own)), procedure
 
 
 @pytest.mark.slow
@@ -268,13 +268,9 @@ def p_of(tokens: Tensor, distribution: Tensor) -> float:
     ("steps", "rule"), [(1, Whim), (2, Whim), (4, Whim), (None, Whim), (None, Peeks), (1, DraftSteps)]
 )
 def test_sampled_tokens_have_the_models_own_distribution(steps: int | None, rule: type[DraftSteps]) -> None:
-    own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=8000, prefix_caching=False, num_pages=1000)
-    assert own.diffusion is not None
-    chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1 + 0.1 * tokens / requests))
-    procedure = Watched(own, own.diffusion, engine.procedure, chooser)
-    tokens, _ = draws(engine, procedure, 1500, drawn(steps))
-    assert p_of(tokens, exact(own)) > 1e-3
+    probability, procedure = sampled(Watched, steps, rule)
+    assert probability > 1e-3
+    assert isinstance(procedure, Watched)
     seen = procedure.verified
     assert sum(count for (drafted, _, _), count in seen.items() if drafted > 1) > 100
     assert rule is DraftSteps or sum(count for (_, _, rode), count in seen.items() if rode) > 100
@@ -284,12 +280,7 @@ def test_sampled_tokens_have_the_models_own_distribution(steps: int | None, rule
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "rule"), [(1, Whim), (4, Whim), (None, Whim), (None, Peeks)])
 def test_a_planted_bias_is_seen(steps: int | None, rule: type[DraftSteps]) -> None:
-    own = target(vocab_size=V)
-    engine = Engine(own, max_running=500, max_batch_tokens=8000, prefix_caching=False, num_pages=1000)
-    assert own.diffusion is not None
-    chooser = Whim() if rule is Whim else rule(PassCost(lambda tokens, requests: 1.0))
-    tokens, _ = draws(engine, Unmatched(own, own.diffusion, engine.procedure, chooser), 1500, drawn(steps))
-    assert p_of(tokens, exact(own)) < 1e-3
+    assert sampled(Unmatched, steps, rule)[0] < 1e-3
 
 
 @pytest.mark.slow

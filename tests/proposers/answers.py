@@ -1,13 +1,13 @@
 """Share what proposers of one token at a time are tested with: prompts, transformers' answers, runs, and the law of samples."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from tests.chi_square import chi_square_p, joint_counts
-from tests.engine.test_sampled import PROMPT, exact_law
-from tests.tiny import Pair, greedy, make_pair, random_prompts
+from tests.engine.test_gives_way import now_and_then
+from tests.engine.test_sampled import drawn, exact_law
+from tests.tiny import Pair, answered, greedy, make_pair, random_prompts, tokens
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.work import Works
 from volley.proposers.base import Proposer
@@ -26,15 +26,13 @@ def expected() -> list[list[int]]:
 
 
 def run(engine: Engine, params: SamplingParams = PARAMS) -> list[GenerationResult]:
-    results = list(engine.generate(PROMPTS, params))
-    engine.check_integrity()
-    return results
+    return answered(engine, PROMPTS, params)
 
 
 def check_penalties_and_seeds(pair: Pair, drafting: Engine) -> None:
     """Assert that penalised and seeded answers are those of plain decoding."""
     plain = run(Engine(pair.target, page_size=4, num_pages=200, block_size=1), PENALISED)
-    assert [result.token_ids for result in run(drafting, PENALISED)] == [result.token_ids for result in plain]
+    assert tokens(run(drafting, PENALISED)) == tokens(plain)
 
 
 def small_pair() -> Pair:
@@ -55,13 +53,23 @@ class Overrated(Proposer):
         return seconds
 
 
-def law_of(engine: Engine, pair: Pair, *, biased: bool) -> tuple[float, float]:
-    """Return how probable the answers without seeds are under the target's own law, and accepted tokens of each."""
+def check_law(engine: Engine, pair: Pair, *, biased: bool) -> None:
+    """Assert that answers without seeds have the target's own law, and that those of a planted fault are seen to have another."""
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
     if biased:
         assert engine.core.proposer is not None
         engine.core.proposer = Overrated(engine.core.proposer)
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
-    found = torch.tensor([result.token_ids for result in results])[:, :3]
-    accepted = sum(n - 1 for result in results for n in result.stats.accepted_lengths)
-    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), accepted / SEEDS
+    found, accepted = drawn(engine, params, SEEDS, seeded=False)
+    probability = chi_square_p(joint_counts(found[:, :3], V), exact_law(replace(params, max_tokens=3), pair))
+    assert probability < 1e-6 if biased else probability > 1e-3
+    assert biased or accepted > 0.4, "drafts must have been accepted for this to mean anything"
+
+
+def check_that_drafts_give_way(make: Callable[[], Engine]) -> None:
+    """Assert that drafts that gave way to a prompt are made once more, as they were to be."""
+    calls, undisturbed, engine = list[int](), run(make()), make()
+    engine.arrivals.newcomers = now_and_then(calls)
+    found = run(engine)
+    assert len(calls) > 5
+    assert tokens(found) == tokens(undisturbed) == expected()
+    assert [own.stats.accepted_lengths for own in found] == [own.stats.accepted_lengths for own in undisturbed]

@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_gives_way import now_and_then
-from tests.proposers.answers import COUNT, PROMPTS, check_penalties_and_seeds, expected, law_of, run, small_pair
+from tests.proposers.answers import (
+    COUNT,
+    PROMPTS,
+    check_law,
+    check_penalties_and_seeds,
+    check_that_drafts_give_way,
+    expected,
+    run,
+    small_pair,
+)
 from tests.tiny import VOCAB, Pair, greedy, make_pair
 from volley import Engine, SamplingParams
 from volley.errors import MismatchError
@@ -66,22 +74,12 @@ def test_penalties_and_seeds(pair: Pair) -> None:
     check_penalties_and_seeds(pair, drafting(pair, 0.05, num_pages=200))
 
 
-def law(*, biased: bool) -> tuple[float, float]:
+@pytest.mark.slow
+@pytest.mark.parametrize("biased", [False, True])
+def test_sampled_answers_follow_the_targets_law_and_a_wrong_distribution_is_seen(biased: bool) -> None:
     pair = small_pair()
     engine = drafting(pair, 1.0, 4, 2**16, max_running=256, num_pages=2000, verification="speculative")
-    return law_of(engine, pair, biased=biased)
-
-
-@pytest.mark.slow
-def test_sampled_answers_follow_the_targets_law() -> None:
-    probability, accepted = law(biased=False)
-    assert probability > 1e-3
-    assert accepted > 0.4, "drafts must have been accepted for this to mean anything"
-
-
-@pytest.mark.slow
-def test_a_wrong_distribution_is_seen() -> None:
-    assert law(biased=True)[0] < 1e-6
+    check_law(engine, pair, biased=biased)
 
 
 def test_another_vocabulary_is_refused(pair: Pair) -> None:
@@ -105,10 +103,4 @@ def test_a_context_longer_than_the_draft_models_is_decoded_plainly() -> None:
 
 @pytest.mark.slow
 def test_drafts_that_gave_way_to_a_prompt_are_made_once_more(pair: Pair) -> None:
-    undisturbed = run(drafting(pair, 0.3))
-    engine, calls = drafting(pair, 0.3), list[int]()
-    engine.arrivals.newcomers = now_and_then(calls)
-    found = run(engine)
-    assert len(calls) > 5
-    assert [own.token_ids for own in found] == expected()
-    assert [own.stats.accepted_lengths for own in found] == [own.stats.accepted_lengths for own in undisturbed]
+    check_that_drafts_give_way(lambda: drafting(pair, 0.3))

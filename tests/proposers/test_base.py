@@ -1,7 +1,5 @@
 """The defaults of a proposer that defines only what it proposes."""
 
-import pytest
-
 from volley.config import DecodingConfig
 from volley.decode.work import Works
 from volley.proposers.base import Proposer
@@ -17,8 +15,3 @@ def test_by_default_drafting_is_free_and_grows_no_trees() -> None:
     assert proposer.seconds(16, 2) == 0
     assert (proposer.block_size, proposer.can_grow_trees) == (1, False)
     proposer.configure(DecodingConfig())
-
-
-def test_a_proposer_must_propose() -> None:
-    with pytest.raises(TypeError, match="propose"):
-        Proposer()  # type: ignore[abstract]

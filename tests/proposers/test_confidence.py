@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.chi_square import chi_square_p, joint_counts
-from tests.engine.test_sampled import PROMPT, exact_law
-from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make_pair, random_prompts
+from tests.engine.test_sampled import drawn, exact_law
+from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make_pair, random_prompts, tokens
 from volley import Engine, SamplingParams
 from volley.decode.work import Ask, Rule, Shape, Work, Works
 from volley.errors import ConfigError
@@ -27,7 +27,7 @@ from volley.proposers.block import BlockProposer
 from volley.tensors import load_tensors
 
 PROMPTS = random_prompts(4, longest=20, seed=3)
-RANK = 4
+RANK, V = 4, 4
 KINDS = ["dspark", None]
 
 
@@ -105,13 +105,12 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
 def test_a_policy_cuts_by_it_and_greedy_answers_stay() -> None:
     pair, policy = undecided(with_confidence("dspark")), Threshold()
     engine = Engine(pair.target, pair.drafter, policy=policy, page_size=4, num_pages=100)
-    results = list(engine.generate(PROMPTS, SamplingParams(max_tokens=20)))
-    assert [result.token_ids for result in results] == [greedy(pair.hf, prompt, 20) for prompt in PROMPTS]
+    expected, params = [greedy(pair.hf, prompt, 20) for prompt in PROMPTS], SamplingParams(max_tokens=20)
+    assert tokens(engine.generate(PROMPTS, params)) == expected
     assert policy.cut > 10
     assert policy.kept > 10
     trees = Engine(pair.target, pair.drafter, page_size=4, num_pages=100)
-    results = list(trees.generate(PROMPTS, SamplingParams(max_tokens=20)))
-    assert [result.token_ids for result in results] == [greedy(pair.hf, prompt, 20) for prompt in PROMPTS]
+    assert tokens(trees.generate(PROMPTS, params)) == expected
 
 
 class LooksAtItsToken(BlockProposer):
@@ -124,22 +123,12 @@ class LooksAtItsToken(BlockProposer):
         return seconds
 
 
-V, TOKENS, SEEDS = 4, 4, 1500
-
-
-def law(*, biased: bool) -> tuple[float, Threshold]:
-    pair = make_pair(
-        2,
-        vocab_size=V,
-        initializer_range=0.2,
-        drafter={
-            "vocab_size": V,
-            "mask_token_id": 3,
-            "head": HeadConfig(type="dspark", rank=RANK, candidates=V),
-            "confidence_width": 32 + RANK,
-        },
-    )
-    pair, policy = undecided(pair), Threshold()
+@pytest.mark.slow
+@pytest.mark.parametrize("biased", [False, True])
+def test_answers_that_are_cut_by_it_follow_the_targets_law_unless_it_knows_the_token(biased: bool) -> None:
+    head = HeadConfig(type="dspark", rank=RANK, candidates=V)
+    drafter = {"vocab_size": V, "mask_token_id": 3, "head": head, "confidence_width": 32 + RANK}
+    pair, policy = undecided(make_pair(2, drafter, vocab_size=V, initializer_range=0.2)), Threshold()
     engine = Engine(
         pair.target,
         pair.drafter,
@@ -151,23 +140,11 @@ def law(*, biased: bool) -> tuple[float, Threshold]:
     )
     if biased:
         engine.core.proposer = LooksAtItsToken(block_proposer(engine).model, engine.config)
-    params = SamplingParams(temperature=1.2, max_tokens=TOKENS, draft_temperature=0.7)
-    results = list(engine.generate([PROMPT] * SEEDS, [replace(params, seed=None)] * SEEDS))
-    found = torch.tensor([result.token_ids for result in results])[:, :3]
-    return chi_square_p(joint_counts(found, V), exact_law(replace(params, max_tokens=3), pair)), policy
-
-
-@pytest.mark.slow
-def test_sampled_answers_that_are_cut_by_it_follow_the_targets_law() -> None:
-    probability, policy = law(biased=False)
-    assert probability > 1e-3
-    assert policy.cut > 100
-    assert policy.kept > 100
-
-
-@pytest.mark.slow
-def test_a_confidence_that_knows_the_token_is_seen() -> None:
-    assert law(biased=True)[0] < 1e-6
+    params = SamplingParams(temperature=1.2, max_tokens=4, draft_temperature=0.7)
+    found, _ = drawn(engine, params, 1500, seeded=False)
+    probability = chi_square_p(joint_counts(found[:, :3], V), exact_law(replace(params, max_tokens=3), pair))
+    assert probability < 1e-6 if biased else probability > 1e-3
+    assert biased or min(policy.cut, policy.kept) > 100
 
 
 def test_a_head_is_read_and_written(tmp_path: Path) -> None:

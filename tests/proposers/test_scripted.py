@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p, joint_counts
 from tests.costs import settle
-from tests.engine.test_sampled import PROMPT, V, exact_law, tiny
+from tests.engine.test_sampled import MANY, PROMPT, V, drawn, exact_law, tiny
 from tests.made_up import decoding
 from tests.tiny import VOCAB, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
@@ -139,11 +139,9 @@ def sampled(script: Script | ScriptedProposer, monkeypatch: pytest.MonkeyPatch, 
     engine = Engine(
         tiny().target,
         proposer=script if isinstance(script, ScriptedProposer) else ScriptedProposer(script, 4),
-        **{"policy": "fixed", "max_running": 256, "num_pages": 600, "page_size": 8, **options},
+        **{**MANY, **options},
     )
-    results = list(engine.generate([PROMPT] * SEEDS, HOT))
-    accepted = sum(length - 1 for result in results for length in result.stats.accepted_lengths)
-    return torch.tensor([result.token_ids for result in results]), accepted / SEEDS
+    return drawn(engine, HOT, SEEDS, seeded=False)
 
 
 @functools.cache

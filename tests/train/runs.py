@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from tests.forks import Forked
+from volley import Engine, SamplingParams
+from volley.engine.step import Step
 from volley.tensors import load_tensors
 from volley.train.loop import train
 from volley.train.options import TrainConfig
@@ -121,3 +123,19 @@ def start_nodes(*options: dict[str, Any], **variables: str) -> list[Forked]:
         **variables,
     }
     return [start(own, RANK=str(rank), **shared) for rank, own in enumerate(options)]
+
+
+def engine_features(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+    """The features of a prompt that an engine hands to its drafter."""
+    seen: list[torch.Tensor] = []
+    forward = engine.core.runner.forward
+
+    def spied(step: Step) -> None:
+        forward(step)
+        assert step.features is not None
+        seen.append(step.features.clone())
+
+    engine.core.runner.forward = spied  # type: ignore[method-assign]
+    list(engine.generate(token_ids, SamplingParams(max_tokens=1)))
+    engine.core.runner.forward = forward  # type: ignore[method-assign]
+    return torch.cat(seen)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.forks import Forked
 from tests.serve.running import wait_until
+from tests.train.runs import write_rows
 from volley.errors import ConfigError, EndpointError, InputError
 from volley.params import SamplingParams
 from volley.results import GenerationResult, GenerationStats
@@ -53,10 +54,9 @@ class FakeEngine:
             yield GenerationResult(text, list(text.encode()), "stop", GenerationStats(len(prompt), len(text)))
 
 
-def prompts_file(folder: Path, *rows: dict[str, Any]) -> str:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def asking(folder: Path, *rows: dict[str, Any], **options: Any) -> CollectConfig:
+    prompts = (str(write_rows(folder / "prompts.jsonl", list(rows))),)
+    return CollectConfig(**{"prompts": prompts, "out": folder / "o.jsonl", **options})
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -64,8 +64,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_rows_are_openai_messages_with_their_circumstances(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, {"prompt": "hi"}, {"turns": ["a", "b"]})
-    config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl", system="S", thinking=False, max_tokens=9)
+    config = asking(tmp_path, {"prompt": "hi"}, {"turns": ["a", "b"]}, system="S", thinking=False, max_tokens=9)
     seen: list[Progress] = []
     summary = collect(config, EngineSource(FakeEngine(), "tiny", thinking=False), seen.append)
     one, two, three = rows_of(config.out)
@@ -83,18 +82,16 @@ def test_rows_are_openai_messages_with_their_circumstances(tmp_path: Path) -> No
 
 
 def test_temperatures_cycle_over_prompts_and_samples(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(3)))
-    jobs = make_jobs(CollectConfig(prompts=(file,), out=tmp_path / "o", temperatures=(0, 0.7), samples=3))
+    jobs = make_jobs(asking(tmp_path, *({"prompt": f"{i}"} for i in range(3)), temperatures=(0, 0.7), samples=3))
     assert [job.params.temperature for job in jobs] == [0, 0.7, 0, 0.7, 0, 0.7, 0, 0.7, 0]
     assert len({job.key for job in jobs}) == len({job.params.seed for job in jobs}) == 9
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}"} for i in range(20)] + [{"turns": ["x", "y"]}]
-    file = prompts_file(tmp_path, *rows, rows[0])
-    whole = CollectConfig(prompts=(file,), out=tmp_path / "whole.jsonl", temperatures=(0, 1))
+    whole = asking(tmp_path, *rows, rows[0], out=tmp_path / "whole.jsonl", temperatures=(0, 1))
     collect(whole, EngineSource(FakeEngine(), "tiny", batch=8))
-    torn = CollectConfig(prompts=(file,), out=tmp_path / "torn.jsonl", temperatures=(0, 1))
+    torn = replace(whole, out=tmp_path / "torn.jsonl")
     with pytest.raises(KeyboardInterrupt):
         collect(torn, EngineSource(FakeEngine(die_after=11), "tiny", batch=8))
     with torn.out.open("ab") as out:
@@ -109,7 +106,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None
 
 
 def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
-    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "x"}),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, {"prompt": "x"})
     collect(config, EngineSource(FakeEngine(), "tiny"))
     with pytest.raises(ConfigError, match="holds responses of 'tiny', not of 'other'"):
         collect(config, EngineSource(FakeEngine(), "other"))
@@ -122,8 +119,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_it_and_what_was_written_counts(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(9)))
-    config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, *({"prompt": f"{i}"} for i in range(9)))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
@@ -137,8 +133,7 @@ def test_a_full_disk_ends_it_and_what_was_written_counts(tmp_path: Path) -> None
 
 
 def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, {"prompt": "x" * 50}, {"prompt": "x"})
-    config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, {"prompt": "x" * 50}, {"prompt": "x"})
     source = EngineSource(FakeEngine(), "tiny", most_tokens=30)
     summary = collect(config, source)
     assert (summary.finished, summary.failed) == (1, 1)
@@ -147,8 +142,7 @@ def test_prompts_longer_than_the_context_are_counted_not_fatal(tmp_path: Path) -
 
 
 def test_an_answer_has_the_tokens_that_there_is_room_for(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, {"prompt": "xx"}, {"prompt": "x" * 13})
-    config, seen = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl", max_tokens=20), []
+    config, seen = asking(tmp_path, {"prompt": "xx"}, {"prompt": "x" * 13}, max_tokens=20), []
 
     class Engine(FakeEngine):
         def room(self, num_prompt: int, params: SamplingParams) -> int:
@@ -275,7 +269,7 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     failures = {1: 503, 2: 429, 5: -1, 7: 500}
     server = serve(lambda n, body: failures.get(n))
     rows = [{"prompt": f"{i}"} for i in range(12)] + [{"turns": ["a", "b"]}]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl", max_tokens=7, top_k=3)
+    config = asking(tmp_path, *rows, max_tokens=7, top_k=3)
     source = source_of(server, api_key="secret", thinking=True)
     summary = collect(config, source)
     assert (summary.finished, summary.failed, summary.output_tokens) == (13, 0, 70)
@@ -293,18 +287,18 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
 
 def test_an_endpoint_that_takes_reasoning_out_of_its_answers_is_refused(tmp_path: Path, serve: Any) -> None:
     """The rest is not what the target writes behind the prompt."""
-    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "think"}),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, {"prompt": "think"})
     with pytest.raises(EndpointError, match="without a reasoning parser, ask with --no-thinking"):
         collect(config, source_of(serve()))
 
 
 def test_a_base_model_is_sent_prompts_as_they_are(tmp_path: Path, serve: Any) -> None:
     source = source_of(serve(), raw=True)
-    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "Once"}),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, {"prompt": "Once"})
     assert collect(config, source).finished == 1
     (row,) = rows_of(config.out)
     assert (row["messages"][-1]["content"], row["chat_template"]) == (" and Once", False)
-    chat = CollectConfig(prompts=(prompts_file(tmp_path, {"turns": ["a", "b"]}),), out=tmp_path / "p.jsonl")
+    chat = asking(tmp_path, {"turns": ["a", "b"]}, out=tmp_path / "p.jsonl")
     with pytest.raises(InputError, match="is a chat; a model without a chat template takes single prompts"):
         collect(chat, source)
 
@@ -312,7 +306,7 @@ def test_a_base_model_is_sent_prompts_as_they_are(tmp_path: Path, serve: Any) ->
 def test_a_lasting_failure_is_an_error_and_a_second_run_goes_on(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: None if n <= 5 else 503)
     rows = [{"prompt": f"{i}"} for i in range(10)]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, *rows)
     with pytest.raises(EndpointError, match=r"HTTP 503 .*attempt 3 of 3.*run the same command again"):
         collect(config, source_of(server, concurrency=1, retries=2))
     assert len(rows_of(config.out)) == 5
@@ -325,18 +319,18 @@ def test_a_lasting_failure_is_an_error_and_a_second_run_goes_on(tmp_path: Path, 
 def test_refused_prompts_are_counted_and_a_wall_of_refusals_stops(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: 400 if body["messages"][-1]["content"] == "3" else None)
     rows = [{"prompt": f"{i}"} for i in range(30)]
-    config = CollectConfig(prompts=(prompts_file(tmp_path, *rows),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, *rows)
     summary = collect(config, source_of(server, model="named", retries=0))
     assert (summary.finished, summary.failed) == (29, 1)
     server.script = lambda n, body: 422
-    config = CollectConfig(prompts=config.prompts, out=tmp_path / "p.jsonl")
+    config = replace(config, out=tmp_path / "p.jsonl")
     with pytest.raises(EndpointError, match="every prompt so far was refused"):
         collect(config, source_of(server, retries=0))
 
 
 def test_hopeless_endpoints_say_what_to_check(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: 401)
-    config = CollectConfig(prompts=(prompts_file(tmp_path, {"prompt": "x"}),), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, {"prompt": "x"})
     with pytest.raises(EndpointError, match=r"HTTP 401.*API key"):
         collect(config, source_of(server))
     assert len(server.bodies) == 1
@@ -352,8 +346,7 @@ def test_hopeless_endpoints_say_what_to_check(tmp_path: Path, serve: Any) -> Non
 @pytest.mark.slow
 def test_kill_9_loses_nothing_but_the_line_being_written(tmp_path: Path, serve: Any) -> None:
     server = serve(lambda n, body: time.sleep(0.01))
-    file = prompts_file(tmp_path, *({"prompt": f"{i}"} for i in range(200)))
-    config = CollectConfig(prompts=(file,), out=tmp_path / "o.jsonl")
+    config = asking(tmp_path, *({"prompt": f"{i}"} for i in range(200)))
     child = Forked(collect, config, source_of(server, model="stub-model", concurrency=2))
     wait_until(lambda: config.out.exists() and config.out.read_bytes().count(b"\n") >= 5, 60)
     child.kill()

@@ -8,15 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.conftest import TinyPair
 from tests.models.gguf import files
 from tests.tiles import needs_kernels
-from tests.tiny import random_drafter
-from volley import Engine, SamplingParams
-from volley.engine.step import Step
-from volley.models.targets.target import Target
+from tests.tiny import SHAPE, random_drafter
+from tests.train.runs import engine_features
+from volley import Engine
 from volley.train.documents import Document
 from volley.train.features import KEPT, FeatureMemory, Features, FrozenTarget, OnlineFeatures, RememberedFeatures
 
@@ -99,32 +97,11 @@ def test_a_quantised_file_is_read_as_it_decodes(tmp_path: Path) -> None:
     found = OnlineFeatures(target, [0, 1], False)(DOCUMENTS, range(len(DOCUMENTS))).taps
     assert found.dtype == torch.float32
     dense = OnlineFeatures(target, [0, 1], True)(DOCUMENTS, range(len(DOCUMENTS))).taps
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": files.VOCAB}
+    drafter = random_drafter(num_target_layers=3, target_layer_ids=(0, 1), **shape)
+    served = Engine(target.served, drafter.to(target.served.dtype), policy="fixed", prefix_caching=False)
     for row, document in enumerate(DOCUMENTS):
         own = found[row, : len(document)]
         assert not found[row, len(document) :].any()
-        assert torch.equal(own, engine_features(target.served, [0, 1], document).float())
+        assert torch.equal(own, engine_features(served, document.token_ids.tolist()).float())
         assert 0 < (own - dense[row, : len(document)]).norm() < 0.05 * own.norm()
-
-
-def engine_features(target: Target, taps: list[int], document: Document) -> Tensor:
-    shape = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
-    drafter = random_drafter(vocab_size=files.VOCAB, num_target_layers=3, target_layer_ids=tuple(taps), **shape)
-    engine = Engine(target, drafter.to(target.dtype), policy="fixed")
-    engine.add_request(document.token_ids.tolist(), SamplingParams(max_tokens=4))
-    kept: list[Tensor] = []
-    keep = engine.core.sequences.keep
-
-    def spied(step: Step) -> None:
-        assert step.features is not None
-        kept.append(step.features.clone())
-        keep(step)
-
-    engine.core.sequences.keep = spied  # type: ignore[method-assign]
-    engine.step()
-    return torch.cat(kept)

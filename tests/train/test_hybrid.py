@@ -9,14 +9,13 @@ from tests import hybrid
 from tests.conftest import byte_tokenizer
 from tests.tiny import eager_model, random_drafter
 from volley import Engine, SamplingParams
-from volley.engine.step import Step
 from volley.models.targets.target import Target
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget, OnlineFeatures
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
-from .runs import tiny_run
+from .runs import engine_features, tiny_run
 
 
 def write_target(name: str, folder: Path) -> Path:
@@ -28,23 +27,13 @@ def write_target(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", hybrid.KINDS)
-def test_features_in_training_are_those_of_decoding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_in_training_are_those_of_decoding(name: str, tmp_path: Path) -> None:
     folder, token_ids = write_target(name, tmp_path), list(range(40, 70))
     frozen = FrozenTarget(str(folder), torch.float32, torch.device("cpu"))
     target = Target.from_pretrained(folder, dtype=torch.float32)
     drafter = random_drafter(vocab_size=260, num_target_layers=target.num_layers, target_layer_ids=(0, 2))
     engine = Engine(target, drafter, max_batch_tokens=7)
-    seen: list[torch.Tensor] = []
-
-    def forward(step: Step) -> None:
-        inner(step)
-        assert step.features is not None
-        seen.append(step.features.clone())
-
-    inner = engine.core.runner.forward
-    monkeypatch.setattr(engine.core.runner, "forward", forward)
-    list(engine.generate(token_ids, SamplingParams(max_tokens=1)))
-    found = torch.cat(seen)
+    found = engine_features(engine, token_ids)
     documents = [Document(torch.tensor(token_ids[:size], dtype=torch.int32), 1) for size in (30, 9)]
     features = OnlineFeatures(frozen, (0, 2), with_final=True)(documents, [0, 1])
     torch.testing.assert_close(features.taps[0], found, rtol=1e-3, atol=1e-3)

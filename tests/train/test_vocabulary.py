@@ -13,7 +13,7 @@ from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.tensors import load_tensors, save_tensors
-from volley.train.documents import Document
+from volley.train.documents import Document, response_counts
 from volley.train.features import FrozenTarget
 from volley.train.loop import train
 from volley.train.losses import Objective, block_loss
@@ -25,7 +25,6 @@ from volley.train.vocabulary import (
     choose_vocabulary,
     coverage,
     loss_tokens,
-    response_counts,
 )
 
 from .. import tiny

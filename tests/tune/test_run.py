@@ -26,7 +26,7 @@ from tests.conftest import byte_tokenizer
 from tests.models.gguf.converted import random_model
 from tests.models.gguf.files import bpe_tokenizer, write_model
 from tests.serve.running import running
-from tests.train.runs import EXPERTS, MIXED, SHAPE
+from tests.train.runs import EXPERTS, MIXED, SHAPE, write_rows
 from volley import Engine, SamplingParams
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError, WriteError
@@ -65,8 +65,7 @@ def make_target(folder: Path, config: PretrainedConfig) -> Path:
 
 
 def options(folder: Path, target: Path, **changes: Any) -> TuneConfig:
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"Once {word} upon"}) + "\n" for word in "abcdefgh"))
+    prompts = write_rows(folder / "prompts.jsonl", [{"prompt": f"Once {word} upon"} for word in "abcdefgh"])
     given: dict[str, Any] = {
         "max_minutes": 0.02,
         "max_tokens": 12,
@@ -76,6 +75,13 @@ def options(folder: Path, target: Path, **changes: Any) -> TuneConfig:
     }
     given |= {"target": str(target), "prompts": (str(prompts),), "out": folder / "out"}
     return TuneConfig(**{**given, **changes})
+
+
+def collected(config: TuneConfig) -> Tuning:
+    make_folder(config.out)
+    tuning = Tuning(config, lambda _: None)
+    tuning.collect()
+    return tuning
 
 
 @pytest.mark.slow
@@ -141,12 +147,9 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
 def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a response has blocks by its length once the target has read all; many where it must read during the training."""
     rows = [{"prompt_token_ids": [4 + i] * 40, "response_token_ids": list(range(5, 25 + i))} for i in range(8)]
-    data = tmp_path / "responses.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "responses.jsonl", rows)
     target = make_target(tmp_path, CONFIGS["llama"])
-    tuning = Tuning(options(tmp_path, target, prompts=(), data=(str(data),)), print)
-    make_folder(tuning.out)
-    tuning.collect()
+    tuning = collected(options(tmp_path, target, prompts=(), data=(str(data),)))
     found = TrainingData(replace(tuning.base, tokens_per_batch=16), tuning.frozen)
     lengths = sorted(len(row["prompt_token_ids"]) + len(row["response_token_ids"]) for row in rows)
     assert sorted([*found.lengths, *map(len, found.held_out)]) == lengths
@@ -218,12 +221,10 @@ def test_a_run_that_is_killed_in_each_step_goes_on(tmp_path: Path) -> None:
 def test_an_endpoint_of_the_same_target_answers_the_prompts(tmp_path: Path) -> None:
     target = make_target(tmp_path, CONFIGS["llama"])
     own = options(tmp_path, target)
-    make_folder(own.out)
-    Tuning(own, lambda _: None).collect()
+    collected(own)
     with running(Engine.from_pretrained(target, drafter=None, dtype=torch.float32)) as server:
         asked = options(tmp_path, target, endpoint=f"{server.url}/v1", out=tmp_path / "asked")
-        make_folder(asked.out)
-        Tuning(asked, lambda _: None).collect()
+        collected(asked)
     answers = [
         {row["messages"][0]["content"]: row["messages"][1]["content"] for row in read_rows([out / "responses.jsonl"])}
         for out in (own.out, asked.out)
@@ -239,8 +240,7 @@ def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path
     (target / "chat_template.jinja").write_text(template)
     for thinking, mark, name in ((True, "T", "on"), (False, "F", "off")):
         config = options(tmp_path, target, thinking=thinking, out=tmp_path / name)
-        make_folder(config.out)
-        Tuning(config, lambda _: None).collect()
+        collected(config)
         tokenizer = load_tokenizer(target)
         rows = list(read_rows([config.out / "responses.jsonl"]))
         assert {row["thinking"] for row in rows} == {name}
@@ -250,7 +250,7 @@ def test_prompts_are_answered_and_judged_with_or_without_thinking(tmp_path: Path
         held = [
             {key: row[key] for key in ("messages", "thinking")} for row in read_rows([config.out / "held-out.jsonl"])
         ]
-        (config.out / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+        write_rows(config.out / "held-out.jsonl", held)
         assert held_out_prompts(config.out, tokenizer, 256) == prompts
 
 
@@ -287,13 +287,12 @@ def test_what_cannot_be_tuned_is_said_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             TuneConfig(**{"target": "t", "out": tmp_path, "prompts": ("p",), **changes})
-    few = tmp_path / "few.jsonl"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    few.write_text(json.dumps({"messages": chat}) + "\n")
+    few = write_rows(tmp_path / "few.jsonl", [{"messages": chat}])
     with pytest.raises(InputError, match="give at least 4"):
         tune(TuneConfig(target="t", out=tmp_path / "o", data=(str(few),)), lambda _: None)
     ids = [{"prompt_token_ids": [5] * length, "response_token_ids": [6, 7]} for length in (36, 37, 36)]
-    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ids))
+    write_rows(tmp_path / "held-out.jsonl", ids)
     assert held_out_prompts(tmp_path, byte_tokenizer(), 100) == [[5] * 36]
     tuning = object.__new__(Tuning)
     tuning.out, tuning.serving = tmp_path, cast(Target, SimpleNamespace(tokenizer=byte_tokenizer(), context_length=999))
@@ -339,8 +338,7 @@ def test_batches_leave_steps_and_keep_the_optimizer_small(
 
 @pytest.mark.slow
 def test_few_prompts_are_refused_before_anything_is_loaded_or_answered(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in "abca"))
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": word} for word in "abca"])
     config = TuneConfig(target="t", out=tmp_path / "o", prompts=(str(prompts),))
     with pytest.raises(InputError, match=r"there are 3 different prompts.*give at least 4"):
         tune(config, lambda _: None)
@@ -354,14 +352,10 @@ def test_what_judges_has_an_answer_and_room_for_another(tmp_path: Path) -> None:
         {"prompt_token_ids": [5 + index] * size, "response_token_ids": [7] * answer, "temperature": 0.0}
         for index, (size, answer) in enumerate([(4, 0), (4, 1), (200, 9), (230, 9), (4, 9), (5, 9), (6, 9), (7, 9)])
     ]
-    data = tmp_path / "rows.jsonl"
 
     def parted(some: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-        data.write_text("".join(json.dumps(row) + "\n" for row in some))
-        out = tmp_path / f"out-{len(some)}"
-        make_folder(out)
-        tuning = Tuning(TuneConfig(target=str(target), out=out, data=(str(data),), dtype="float32"), lambda _: None)
-        tuning.collect()
+        data, out = write_rows(tmp_path / "rows.jsonl", some), tmp_path / f"out-{len(some)}"
+        collected(TuneConfig(target=str(target), out=out, data=(str(data),), dtype="float32"))
         return tuple(list(read_rows([out / f"{name}.jsonl"])) for name in ("held-out", "train"))  # type: ignore[return-value]
 
     held, train = parted(rows)
@@ -396,8 +390,7 @@ def test_one_tuning_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
 def test_another_target_of_the_same_name_is_noticed(tmp_path: Path) -> None:
     target = make_target(tmp_path, CONFIGS["llama"])
     config = options(tmp_path, target)
-    make_folder(config.out)
-    Tuning(config, lambda _: None).collect()
+    collected(config)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(target)
     with pytest.raises(ConfigError, match="other weights of the target; restore them to go on, or give another --out"):
@@ -407,13 +400,10 @@ def test_another_target_of_the_same_name_is_noticed(tmp_path: Path) -> None:
 def test_prompts_that_judge_the_training_are_those_that_judge_the_pair(tmp_path: Path) -> None:
     """Also where they leave no more room than they must; and so often that a training can stop early."""
     rows = [{"prompt_token_ids": [5 + i] * (256 - ROOM), "response_token_ids": [7] * 9} for i in range(8)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     target = make_target(tmp_path, CONFIGS["llama"])
     config = options(tmp_path, target, prompts=(), data=(str(data),), max_minutes=60)
-    make_folder(config.out)
-    tuning = Tuning(config, lambda _: None)
-    tuning.collect()
+    tuning = collected(config)
     training = tuning.training({"anchors": 3, "batch": 512, "minutes": 60.0})
     assert tuning.serving.tokenizer is not None
     judging = held_out_prompts(config.out, tuning.serving.tokenizer, 256)

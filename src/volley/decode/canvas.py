@@ -7,11 +7,9 @@ and reveal some in every pass. DiffusionGemma begins with random tokens (``decod
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.decode.sampling import PositionNoise, Score, race, token_probs, without
@@ -19,20 +17,6 @@ from volley.memory.device import most_together
 from volley.params import DiffusionParams, SamplingParams
 
 T = TypeVar("T")
-
-
-class CanvasNoise(Protocol):
-    """Source of the random numbers of a canvas, which depend on its start and its number of passes."""
-
-    def choose(self, probs: Tensor, start: int, step: int) -> Tensor:
-        """Draw a token for each row of ``probs [L, V]``; ``[L]``."""
-
-    def canvas_uniforms(self, start: int, step: int, length: int) -> NDArray[np.float64] | None:
-        """Return the uniforms that :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None``
-        if it draws in another way."""
-
-    def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:
-        """Draw uniform random tokens ``[length]``."""
 
 
 class CoupledNoise(PositionNoise):
@@ -103,7 +87,7 @@ class Look(NamedTuple):
     logits: Tensor
     sampling: SamplingParams
     params: DiffusionParams
-    noise: CanvasNoise
+    noise: PositionNoise
 
 
 def grouped(items: Iterable[T], logits_of: Callable[[T], Tensor]) -> Iterator[list[T]]:
@@ -135,7 +119,7 @@ class Denoiser(ABC):
     """
 
     @abstractmethod
-    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: PositionNoise) -> Canvas:
         """Make a canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
 
     @abstractmethod
@@ -153,7 +137,7 @@ class Reveal(Denoiser):
 
     mask_token_id: int
 
-    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: PositionNoise) -> Canvas:
         assert params.canvas_length is not None
         tokens = torch.full((params.canvas_length,), self.mask_token_id)
         tokens[: len(given)] = torch.tensor(given, dtype=torch.long)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Look, read_together
-from volley.decode.sampling import draw, likeliest, token_probs
+from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, read_together
+from volley.decode.sampling import PositionNoise, draw, likeliest, token_probs
 from volley.memory.device import most_together
 from volley.memory.upload import upload
 from volley.params import DiffusionParams, SamplingParams
@@ -25,7 +25,7 @@ from volley.params import DiffusionParams, SamplingParams
 class Renoise(Denoiser):
     vocab_size: int
 
-    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: CanvasNoise) -> Canvas:
+    def open(self, start: int, given: Sequence[int], params: DiffusionParams, noise: PositionNoise) -> Canvas:
         assert params.canvas_length is not None
         tokens = noise.tokens(start, 0, params.canvas_length, self.vocab_size)
         canvas = Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))

@@ -63,7 +63,8 @@ class PositionNoise:
         return draw(probs, uniforms)
 
     def canvas_uniforms(self, start: int, step: int, length: int) -> NDArray[np.float64] | None:
-        """Return the uniforms that :meth:`choose` gives to :func:`draw`; ``None`` if it draws in another way."""
+        """Return the uniforms that :meth:`choose` gives to :func:`draw`, so that several canvases can draw at once; ``None``
+        if it draws in another way."""
         return _uniforms([(b"%d %d %d %d" % (self.seed, Purpose.CANVAS, start, step), length)])
 
     def tokens(self, start: int, step: int, length: int, vocab_size: int) -> Tensor:

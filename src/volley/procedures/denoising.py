@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise, Denoiser, Look, Reveal, grouped
+from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, Reveal, grouped
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
-from volley.decode.sampling import Score, best_tokens, scores_of, without
+from volley.decode.sampling import PositionNoise, Score, best_tokens, scores_of, without
 from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Verdict, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
@@ -154,7 +154,7 @@ class Denoising(Procedure):
         """Return the settings of the passes over the request's canvas."""
         return diffusion_of(request)
 
-    def noise(self, request: Request) -> CanvasNoise:
+    def noise(self, request: Request) -> PositionNoise:
         """Return the noise of the request's canvas. A canvas of one mask uses the noise of its position, like any single
         token."""
         if self.family.mask_token_id is not None and canvas_length(request.params) == 1:

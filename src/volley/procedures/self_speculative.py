@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CanvasNoise, CoupledNoise
+from volley.decode.canvas import Canvas, CoupledNoise
+from volley.decode.sampling import PositionNoise
 from volley.decode.work import Ask, Kind, Proposal, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
@@ -137,7 +138,7 @@ class SelfSpeculative(Denoising):
         assert request.canvas is not None
         return replace(diffusion_of(request), max_steps=request.canvas.max_steps)
 
-    def noise(self, request: Request) -> CanvasNoise:
+    def noise(self, request: Request) -> PositionNoise:
         return CoupledNoise(request.noise.seed)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:

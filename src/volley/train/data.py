@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from volley.chat import encode_chat, encode_prompt, end_of_turn, render_chat, template_digest, tokenize_rendered
 from volley.errors import InputError
 from volley.prompts import read_jsonl
-from volley.train.documents import Document, fingerprint
+from volley.train.documents import Document, fingerprint, response_counts
 from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig, filled
 
@@ -82,15 +82,18 @@ def count_response_tokens(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], stop_token_ids: set[int], vocab_size: int
 ) -> list[int]:
     """The count of each of ``vocab_size`` tokens in the rows' responses."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for document in encode_rows(tokenizer, rows, sys.maxsize, stop_token_ids):
-        token_ids = document.token_ids[document.response_start :]
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+    documents = encode_rows(tokenizer, rows, sys.maxsize, stop_token_ids)
+    _check_vocabulary(documents, vocab_size)
+    return response_counts(documents, vocab_size).tolist()
+
+
+def _check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:
+    for document in documents:
+        if len(document) and not 0 <= int(document.token_ids.min()) <= int(document.token_ids.max()) < vocab_size:
             raise InputError(
-                f"a row has a token id outside the target's vocabulary of {vocab_size}; it is another target's"
+                f"a row has a token id outside the target's vocabulary of {vocab_size}; "
+                "its token ids come from another target: collect it again"
             )
-        counts += torch.bincount(token_ids, minlength=vocab_size)
-    return counts.tolist()
 
 
 def _cut(prompt: list[int], response: list[int], max_length: int) -> Document:
@@ -211,12 +214,7 @@ class TrainingData:
     def _encode(self, rows: list[Row]) -> list[Document]:
         encoded = encode_rows(self.target.tokenizer, rows, self.max_length, self.target.stop_token_ids)
         encoded = [document for document in encoded if len(document) - document.response_start >= 2]
-        for document in encoded:
-            if not 0 <= int(document.token_ids.min()) <= int(document.token_ids.max()) < self.target.vocab_size:
-                raise InputError(
-                    f"a row has a token id outside the target's vocabulary of {self.target.vocab_size}; "
-                    "its token ids come from another target: collect it again"
-                )
+        _check_vocabulary(encoded, self.target.vocab_size)
         return encoded
 
     def summary(self) -> dict[str, Any]:

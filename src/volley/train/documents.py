@@ -29,6 +29,14 @@ def fingerprint(documents: Sequence[Document]) -> str:
     return digest.hexdigest()[:32]
 
 
+def response_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
+    """How often each token ``[V]`` stands in the responses."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for document in documents:
+        counts += torch.bincount(document.token_ids[document.response_start :].long(), minlength=vocab_size)
+    return counts
+
+
 def plan_epoch(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
     """Batches of document indices for one epoch: alike in length, in random order, ``rows × longest ≤ tokens_per_batch``.
 

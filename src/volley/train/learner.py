@@ -10,14 +10,14 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import check_vocabulary
 from volley.train.begin import begin_at_head, begin_from_target
 from volley.train.data import TrainingData
-from volley.train.documents import Document
+from volley.train.documents import Document, response_counts
 from volley.train.features import FrozenTarget
 from volley.train.fused import fuse
 from volley.train.options import RANDOM, TrainConfig
 from volley.train.parallel import Ranks
 from volley.train.shape import choose_mask_token, drafter_config, drafter_to_train_on, start_from
 from volley.train.step import BlockForward
-from volley.train.vocabulary import Vocabulary, choose_vocabulary, response_counts
+from volley.train.vocabulary import Vocabulary, choose_vocabulary
 
 
 class Learner:

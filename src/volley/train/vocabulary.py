@@ -14,7 +14,7 @@ from torch import Tensor
 from volley.models.checkpoints.checkpoint import Checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import TargetEnds, with_vocabulary
-from volley.train.documents import Document
+from volley.train.documents import Document, response_counts
 from volley.train.features import FrozenTarget
 
 SMALLEST = 8192
@@ -25,14 +25,6 @@ PAYS = 1.03
 """How many times faster a cycle's tokens must become."""
 LOOKED_AT, DRAWN, LARGE = 1024, 512, 4096
 """Frequent tokens that a step's loss looks at, others beside them, and the smallest vocabulary where that saves something."""
-
-
-def response_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
-    """How often each token ``[V]`` stands in the responses."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for document in documents:
-        counts += torch.bincount(document.token_ids[document.response_start :].long(), minlength=vocab_size)
-    return counts
 
 
 def coverage(counts: Tensor, others: Tensor, size: int) -> float:

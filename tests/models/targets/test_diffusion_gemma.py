@@ -328,7 +328,7 @@ def test_streamed_drafts_are_the_bests_of_transformers(
     drafts: list[list[int | None]] = []
     engine = Engine(target)
     request = engine.add_request([1, 2, 3], own)
-    request.noise = TorchNoise()  # type: ignore[assignment]
+    request.noise = TorchNoise()
     torch.manual_seed(0)
     while request.finish_reason is None:
         engine.step()
