@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.serve.notations import call_text
 from tests.serve.running import MODEL, Running, Tiny, openai_client, running
-from volley import Engine, Grammar, SamplingParams
+from volley import Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
@@ -437,43 +437,6 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     assert error["param"] == param
 
 
-def streamed(client: OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], int]:
-    """Names and arguments of the calls that a stream brings, and how many deltas they came in."""
-    calls: list[tuple[str, str]] = []
-    deltas = 0
-    for chunk in ask(client, **asked, stream=True):
-        for part in chunk.choices[0].delta.tool_calls or []:
-            if part.index == len(calls):
-                calls.append(("", ""))
-            name, arguments = calls[part.index]
-            calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
-            deltas += 1
-    return calls, deltas
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
-def test_calls_are_forced_as_json_in_notations_that_are_not(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """The model reasons as it always does, and the client gets JSON, whole or as it is written."""
-    file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE)
-    asked: Any = {"tools": [in_strict(WEATHER)], "tool_choice": NAMED, "max_tokens": 200}
-    with running(tiny.engine(), chat_template=file, answer_format=name) as server, openai_client(server) as client:
-        (choice,) = ask(client, **asked, temperature=1).choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "stop"
-        validate(json.loads(call.function.arguments), SCHEMA)
-        calls, deltas = streamed(client, **asked, temperature=1)
-        assert calls == [(call.function.name, call.function.arguments)]
-        assert deltas > 4, "arguments come before the call is complete"
-        if name == "qwen3_5":
-            extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
-            (choice,) = ask(client, **asked, extra_body=extra).choices
-            assert choice.message.reasoning_content
-            validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
-        assert ask(client, tools=[in_strict(WEATHER)], max_tokens=5).choices[0].finish_reason == "length"
-
-
 @pytest.mark.slow
 def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_path: Path) -> None:
     with running(tiny.engine()) as server, openai_client(server) as client:
@@ -491,26 +454,3 @@ def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_pat
         pytest.raises(openai.BadRequestError, match="chat-template"),
     ):
         ask(client)
-
-
-@pytest.mark.slow
-def test_the_bundled_model_calls_and_goes_on(tmp_path: Path) -> None:
-    """The client's loop with a trained model and the default policy: forced call, result, answer in words."""
-    file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE)
-    messages: list[Any] = [{"role": "user", "content": "How will the weather be in Rome?"}]
-    with running(Engine.from_pretrained(), chat_template=file) as server, openai_client(server) as client:
-        (choice,) = ask(client, messages=messages, tool_choice=NAMED, temperature=0).choices
-        (call,) = choice.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        validate(arguments, SCHEMA)
-        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": f"Sun: {arguments}"}]
-        answers = []
-        for stream in (False, True):
-            asked = {"messages": messages, "tool_choice": "none", "max_tokens": 24, "temperature": 0, "stream": stream}
-            answer = ask(client, **asked)
-            parts = [answer.choices[0].message] if not stream else [part.choices[0].delta for part in answer]
-            assert not any(part.tool_calls for part in parts)
-            answers.append("".join(part.content or "" for part in parts))
-        assert answers[0] == answers[1] != ""
-        server.settle()
