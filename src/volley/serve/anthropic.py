@@ -4,13 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from volley.serve.errors import ApiError
-from volley.serve.fields import BLOCKS, IGNORED, Body, FunctionName, Strict, Text, first_problem, refusal
+from volley.serve.fields import BLOCKS, IGNORED, Body, FunctionName, Strict, Text, refusal
 from volley.serve.messages import MARKS
 from volley.serve.protocol import ChatRequest, Sampling, StopString
-from volley.serve.responses import here
+from volley.serve.responses import chat_of
 
 CALLED_HERE = {
     "stop": "stop_sequences",
@@ -194,12 +193,8 @@ class CountRequest(Body):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
-        try:
-            return ChatRequest.model_validate(self._fields())
-        except ValidationError as error:
-            message, param = first_problem(error.errors())
-            raise here(ApiError(400, message, param=param), CALLED_HERE) from None
+        """Translate the request into a chat request. Raises as :func:`chat_of` does."""
+        return chat_of(self._fields(), CALLED_HERE)
 
     def _fields(self) -> dict[str, Any]:
         messages = _messages(self.system, self.messages)

@@ -237,7 +237,7 @@ class ResponsesRequest(Body, Sampling):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
+        """Translate the request into a chat request. Raises as :func:`chat_of` does."""
         form = self.text.format
         body: dict[str, Any] = {
             "model": self.model,
@@ -260,11 +260,7 @@ class ResponsesRequest(Body, Sampling):
         if form is not None:
             inner = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             body["response_format"] = {"type": form.type} | ({"json_schema": inner} if form.schema_ is not None else {})
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            message, param = first_problem(error.errors())
-            raise here(ApiError(400, message, param=param)) from None
+        return chat_of(body)
 
 
 def _choice(given: Any) -> Any:
@@ -276,6 +272,15 @@ def _choice(given: Any) -> Any:
             allowed = {"mode": given.mode, "tools": [_choice(tool) for tool in given.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return given
+
+
+def chat_of(fields: Mapping[str, Any], called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ChatRequest:
+    """Return the chat request with these fields. Raises :class:`ApiError` (400) that names fields as :func:`here` does."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        message, param = first_problem(error.errors())
+        raise here(ApiError(400, message, param=param), called) from None
 
 
 def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ApiError:
