@@ -22,6 +22,7 @@ from volley.errors import ParallelError
 from volley.params import SamplingParams
 from volley.results import GenerationStats, TextChunk
 from volley.serve.answer import AnswerResponse
+from volley.serve.parsing import PlainText
 from volley.serve.replies import ChatDialect
 from volley.serve.worker import End, Job, Piece, Stopped
 
@@ -85,7 +86,13 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
         job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], []))
         job.events.put_nowait(End(0, "stop", GenerationStats()))
         dialect = ChatDialect(
-            "m", str, bytes_of=lambda token: None, logprobs=False, mark_draft=False, include_usage=False
+            "m",
+            str,
+            bytes_of=lambda token: None,
+            parsers=[PlainText()],
+            logprobs=False,
+            mark_draft=False,
+            include_usage=False,
         )
         worker = SimpleNamespace(abort=given_up.append)
         response = AnswerResponse(
