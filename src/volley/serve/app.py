@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -77,17 +76,13 @@ def create_app(service: Service, config: ServeConfig) -> FastAPI:
             await asyncio.to_thread(service.worker.stop)
 
     http = HttpMetrics()
-    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)]
-    if config.cors_origins:
-        cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
     app = FastAPI(
         title="volley",
         version=volley.__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        middleware=middleware,
+        middleware=[Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)],
         responses=_ERRORS,
     )
     _handle_errors(app)
@@ -111,8 +106,6 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     async def answer(body: T, request: Request, open_job: OpenJob[T]) -> Response:
         timeout = _timeout(config, request)
         service.check_name(body.model)
-        if config.log_prompts:
-            request.state.fields["body"] = body.model_dump(exclude_unset=True)
         started = time.monotonic()
         service.preparing += 1
         try:
@@ -152,11 +145,7 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """List the served model."""
-        page = {
-            "has_more": False,
-            "first_id": service.model,
-            "last_id": service.model,
-        }  # paging fields of Anthropic's API
+        page = {"has_more": False, "first_id": service.model, "last_id": service.model}  # Anthropic's API has them
         return {"object": "list", "data": [service.card(started)], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)
