@@ -149,15 +149,18 @@ def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: p
         server.settle()
 
 
-@pytest.mark.slow
-def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong page books cannot be repaired: liveness says so, and every client gets an answer."""
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """Wrong page books cannot be repaired, and some errors are no exceptions: liveness says so, and clients get an answer."""
     engine = tiny.engine()
 
     def wrong() -> None:
         raise AssertionError("page 3 has 2 references")
 
-    monkeypatch.setattr(engine.core.runner, "forward", lambda step: 1 / 0)
+    def fail(step: Step) -> None:
+        raise error
+
+    monkeypatch.setattr(engine.core.runner, "forward", fail)
     monkeypatch.setattr(engine, "check_integrity", wrong)
     with running(engine) as server:
         assert server.client.get("/health").status_code == 200
@@ -167,6 +170,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         assert isinstance(swapped.exception(timeout=5), Stopped), "a reload does not wait for ever"
         for path in ("/health", "/ready"):
             assert server.client.get(path).status_code == 503
+        assert server.client.get("/health").json()["status"] == "the engine has stopped"
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead"
 
 
