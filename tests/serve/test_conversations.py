@@ -191,11 +191,6 @@ def test_arguments_that_are_no_json_reach_a_template_that_takes_text() -> None:
     assert told(AS_TEXT, USER, {"role": "assistant", "tool_calls": [sent]}).endswith('<call>weather {"city": "Be')
 
 
-def test_the_name_of_a_speaker_reaches_the_template() -> None:
-    template = "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>{{ m.content }}{% endfor %}"
-    assert told(template, {**USER, "name": "Ada"}, USER) == "<user Ada>Weather?<user>Weather?"
-
-
 def test_ids_of_nine_characters() -> None:
     mine, theirs = "abcDEF123", "call_0123456789"
     sent = {"role": "assistant", "tool_calls": [call(mine), call(theirs)]}

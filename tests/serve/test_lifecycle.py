@@ -276,22 +276,3 @@ def test_metrics_count_what_happened(tiny: Tiny) -> None:
         assert seen["volley:draft_seconds_total"] > 0
         assert seen["volley:verify_seconds_total"] > 0
         assert seen['volley:http_requests_total{path="/v1/chat/completions",status="200"}'] == 1
-
-
-@pytest.mark.slow
-def test_tasks_and_threads_end_with_the_server(tiny: Tiny) -> None:
-    before = threading.active_count()
-    with running(tiny.engine()) as server:
-        for _ in range(3):
-            begin(server).close()
-        server.settle()
-        loop = server.service.worker.loop
-        names = asyncio.run_coroutine_threadsafe(_task_names(), loop).result(5)
-        assert len(names) < 8, names
-    time.sleep(0.05)
-    assert threading.active_count() <= before + 4, "tokenising leaves asyncio's few threads until its loop is gone"
-
-
-async def _task_names() -> list[str]:
-    await asyncio.sleep(0.1)
-    return [repr(task) for task in asyncio.all_tasks()]
