@@ -85,15 +85,7 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
         job = Job([[1, 2]], [SamplingParams()])
         job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], []))
         job.events.put_nowait(End(0, "stop", GenerationStats()))
-        dialect = ChatDialect(
-            "m",
-            str,
-            bytes_of=lambda token: None,
-            parsers=[PlainText()],
-            logprobs=False,
-            mark_draft=False,
-            include_usage=False,
-        )
+        dialect = ChatDialect("m", str, bytes_of=lambda token: None, parsers=[PlainText()])
         worker = SimpleNamespace(abort=given_up.append)
         response = AnswerResponse(
             worker,  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import RedirectResponse, Response
@@ -34,30 +35,26 @@ T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesReque
 OpenJob = Callable[[Service, T, str], Awaitable[tuple[Job, Dialect]]]
 """Function ``open_job(service, body, client)`` that returns a request's job and the dialect that writes its answer."""
 
-_ERROR: dict[str, Any] = {
-    "description": "An error in OpenAI's form",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
+
+class Problem(BaseModel):
+    """Contents of an error in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Body of an error in OpenAI's form."""
+
+    error: Problem
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": "An error in OpenAI's form", "model": Error}
+    for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
 }
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503, 504), _ERROR)
 
 
 def create_app(service: Service, config: ServeConfig) -> FastAPI:

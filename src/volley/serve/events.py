@@ -13,7 +13,7 @@ class EventDialect(Dialect):
 
     def __init__(self, model: str, spell: Callable[[int], str], parser: PlainText) -> None:
         """Create the dialect. ``parser`` splits the answer into parts."""
-        super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
+        super().__init__(model, spell)
         self._parser = parser
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
