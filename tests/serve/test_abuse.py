@@ -122,12 +122,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ),
         ("chat", {**CHAT, "structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean 'json'?"),
         ("responses", {"input": "a", "max_tokens": 4}, "max_tokens", "use max_output_tokens"),
-        ("responses", {"input": "a", "response_format": {}}, "response_format", "use text.format"),
-        ("responses", {"input": "a", "max_output_tokens": -1}, "max_output_tokens", "greater than or equal to 1"),
-        ("responses", {"input": []}, "input", "at least 1 item"),
         ("responses", {"input": [{"role": "user", "contnt": "x"}]}, "input.0.contnt", "did you mean 'content'?"),
         ("responses", {"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "required"),
-        ("responses", {"input": "x" * 5000}, "input", "5019 in the input"),
         ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": -1}, "top_p", "greater than or equal to 0"),
     ],
 )

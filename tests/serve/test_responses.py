@@ -147,7 +147,7 @@ def test_what_the_client_has_parsed_comes_back(client: OpenAI) -> None:
         ({"structured_outputs": {"json": {}}}, "structured_outputs", "use text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
         ({"input": []}, "input", "at least 1"),
-        ({"input": "x" * 3000}, "input", "maximum context length"),
+        ({"input": "x" * 5000}, "input", "tokens; you asked for 5020 in the input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "'message'"),
         ({"reasoning": {"effort": "some"}}, "reasoning.effort", "none"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than"),
