@@ -279,7 +279,7 @@ class ChatDialect(Dialect):
 
     def _usage(self, usage: Usage) -> Object:
         own = usage.to_json()
-        own["completion_tokens_details"]["reasoning_tokens"] = sum(own.reasoning_tokens for own in self.parsers)
+        own["completion_tokens_details"]["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in self.parsers)
         return own
 
     def _logprobs(self, part: Choice) -> Object | None:
