@@ -2,15 +2,13 @@
 
     python -m benchmarks.diffusion_speed generate --repeats 3
     python -m benchmarks.diffusion_speed generate --device cuda --shapes small large
-    python -m benchmarks.diffusion_speed verify
     python -m benchmarks.diffusion_speed memory
     python -m benchmarks.diffusion_speed canvas --shapes real --device cuda --json FILE
 
 Random weights, canvases of 64 tokens, fp32; the large shape, which wants a GPU, in bf16. ``generate``: alone, a canvas takes all
 its passes, so that both do the same work; eight at once are padded by transformers, and canvases settle after unequal passes,
-which random numbers decide: those of each program. Both take turns. ``verify``: a pass that denoises eight canvases of 16, and
-one that verifies as many tokens, on the bundled target's weights. ``memory``: what becomes of the logits of one
-denoising pass of 256 slots over a vocabulary of 262,144. ``canvas``: seconds of a denoising step of 256 slots and of its
+which random numbers decide: those of each program. Both take turns. ``memory``: what becomes of the logits of one denoising
+pass of 256 slots over a vocabulary of 262,144. ``canvas``: seconds of a denoising step of 256 slots and of its
 sampler, which gets the logits, and the sampler's memory. The real shape is DiffusionGemma 26B-A4B's with two of its layers,
 one of each type; it wants 6 GB, and minutes for each step on two cores.
 """
@@ -21,7 +19,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -33,13 +30,9 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 
 from tests.conftest import byte_tokenizer
 from tests.diffusion_gemma import random_model
-from volley import DiffusionParams, Engine, SamplingParams, Target
-from volley.decode.work import Kind
-from volley.files import REFERENCE
+from volley import DiffusionParams, Engine, SamplingParams
 from volley.memory.device import give_back, synchronise
 from volley.models.targets.diffusion_gemma import DiffusionGemma
-from volley.models.targets.families import JOINT
-from volley.proposers.scripted import ScriptedProposer
 
 CANVAS = 64
 CANVASES = 3
@@ -234,44 +227,6 @@ def mean_entropy(engine: Engine, prompt: list[int]) -> float:
     return statistics.median(found)
 
 
-def step_seconds(engine: Engine, params: SamplingParams, kind: Kind, most: int) -> list[float]:
-    """Time passes in which eight requests do the same and nothing else."""
-    requests = [engine.add_request(prompt, params) for prompt in prompts(8, 8000)]
-    kinds: list[set[Kind]] = []
-    forward = engine.core.runner.forward
-
-    def note(step: Any) -> None:
-        kinds.append({work.kind for work in step.works} if len(step.works) == 8 else set())
-        forward(step)
-
-    engine.core.runner.forward = note  # type: ignore[method-assign]
-    seconds = []
-    while any(request.finish_reason is None for request in requests):
-        started = time.perf_counter()
-        engine.step()
-        if kinds[-1] == {kind}:
-            seconds.append(time.perf_counter() - started)
-    engine.core.runner.forward = forward  # type: ignore[method-assign]
-    return seconds[2:most]
-
-
-def compare_verify() -> None:
-    """Denoising eight canvases of 16 tokens, and verifying eight drafts of 15 behind their anchors."""
-    loaded = Target.from_pretrained(REFERENCE / "target", torch.float32)
-    loaded.diffusion = replace(JOINT, mask_token_id=3)
-    drafting = ScriptedProposer(lambda work: [5] * 15, 16)
-    engine = Engine(loaded, prefix_caching=False, proposer=drafting, policy="fixed:16")
-    canvases = SamplingParams(max_tokens=48, ignore_eos=True, diffusion=DiffusionParams(canvas_length=16))
-    drafts = replace(canvases, max_tokens=40, diffusion=DiffusionParams(mode="autoregressive"))
-    denoising, verifying = [], []
-    for _ in range(3):
-        denoising.append(statistics.median(step_seconds(engine, canvases, Kind.DENOISE, 40)))
-        verifying.append(statistics.median(step_seconds(engine, drafts, Kind.DECODE, 40)))
-    ratios = [one / other for one, other in zip(denoising, verifying, strict=True)]
-    print(f"denoising {spread([1000 * s for s in denoising])} ms, verifying {spread([1000 * s for s in verifying])} ms")
-    print(f"of eight times 16 rows; ratio {spread(ratios)}")
-
-
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The largest sum of what was allocated and not freed since the beginning."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -366,7 +321,7 @@ def measure_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["generate", "verify", "memory", "canvas"])
+    parser.add_argument("what", choices=["generate", "memory", "canvas"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["small"])
@@ -377,8 +332,6 @@ def main() -> None:
     torch.manual_seed(0)
     if options.what == "generate":
         compare_generate(options.shapes, options.repeats, options.device)
-    elif options.what == "verify":
-        compare_verify()
     elif options.what == "canvas":
         measure_canvas(options.shapes, STEPS, options.device, options.json)
     else:

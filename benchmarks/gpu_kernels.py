@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_kernels.py                  the bundled drafter's injection on this CPU
     python benchmarks/gpu_kernels.py --device cuda    kernels: correctness and bandwidth (Qwen3-8B's shapes)
-    python benchmarks/gpu_kernels.py --device cuda --tiles    attention with other tiles as well
 
 Bandwidth counts each byte of K/V, or of weights, that must be read once; *of a copy* compares it with what ``Tensor.copy_`` of
 1 GiB reaches on the same device, read and written bytes added. Kernels are timed in CUDA graphs of many calls, so that launches
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.nn.functional import linear
@@ -38,8 +36,6 @@ PRODUCTS = {
     "down": (4096, 12288),
     "head": (151936, 4096),
 }
-TILES = [(64, 16, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (16, 64, 4, 2), (16, 128, 4, 2)]
-"""Tokens times heads, keys, warps and stages. The first was volley's before these were measured, the last is it now."""
 BATCHES = {
     "1 × verify 16, 112 context": [(112, 16)],
     "1 × decode, 1k context": [(1023, 1)],
@@ -172,19 +168,6 @@ def attention(device: torch.device) -> bool:
 
 
 @torch.inference_mode()
-def tiles(device: torch.device) -> None:
-    """Prints microseconds of attention, writing K/V included, with other tiles."""
-    from volley.memory.kernels import attention
-
-    print(f"\n| rows, keys, warps, stages | {' | '.join(BATCHES)} |\n|---{'|---' * len(BATCHES)}|")
-    made = [attention_arguments(shapes, device) for shapes in BATCHES.values()]
-    for shape in TILES:
-        with mock.patch.object(attention, "tile_shape", lambda *_, own=shape: attention.TileShape(*own)):
-            times = [device_seconds(lambda: attention.ragged_attention(*arguments), 5) for arguments in made]  # noqa: B023
-        print(f"| {', '.join(map(str, shape))} | {' | '.join(f'{1e6 * each:.1f}' for each in times)} |", flush=True)
-
-
-@torch.inference_mode()
 def products(device: torch.device) -> None:
     """Prints microseconds of PyTorch's products in bf16, by rows, and the bandwidth at 16 rows. No weight stays in a cache."""
     copy, counts = copy_bandwidth(device), (1, 16, 64, 128)
@@ -229,7 +212,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--tiles", action="store_true", help="attention with other tiles as well")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -240,8 +222,6 @@ def main() -> None:
     same = injection(large_drafter().to(device, torch.bfloat16).eval(), device, options.repeats)
     same &= attention(device)
     products(device)
-    if options.tiles:
-        tiles(device)
     sys.exit(not same)
 
 

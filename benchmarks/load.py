@@ -7,8 +7,7 @@ A closed loop: so many requests are always under way, math, code and prose in tu
 is replaced, and the first ones are at all stages of their answers, so that prompts are read as evenly as in a long run. All
 cases write the same number of tokens for the same prompts, by turns, a few at a time, so that a machine that is faster at one
 minute than at the next is so for all of them; what is compared is the ratio to plain decoding of the same round. Every round is
-saved; Ctrl-C prints what there is. On a machine that has other work, ``--cpu-time`` counts CPU seconds of this process instead
-of wall time (one thread only). Prompts that chose a setting must not report it: choose on the first 40 of each dataset (the
+saved; Ctrl-C prints what there is. Prompts that chose a setting must not report it: choose on the first 40 of each dataset (the
 default), report with ``--skip-prompts 40``.
 """
 
@@ -23,6 +22,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from volley import Engine, SamplingParams
+from volley.policies.make import make_policy
+from volley.procedures.request import Request
+from volley.prompts import load_prompts
 
 PLAIN = "plain"
 TURNS = 40  # that the cases take in a round
@@ -45,21 +51,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="folder or hub name; by default the bundled pair")
     parser.add_argument("--drafter", help="folder of the target's drafter")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds; for a machine with other work")
     return parser.parse_args()
 
 
 ARGS = arguments()
-if ARGS.cpu_time:
-    time.perf_counter = time.process_time
-
-import torch  # noqa: E402
-
-from volley import Engine, SamplingParams  # noqa: E402
-from volley.policies.make import make_policy  # noqa: E402
-from volley.procedures.request import Request  # noqa: E402
-from volley.prompts import load_prompts  # noqa: E402
-
 Asked = tuple[list[int], SamplingParams]
 
 

@@ -16,12 +16,10 @@ from tests.models.gguf import files
 from tests.quantised import edit_config
 from volley.cli import app, main
 from volley.cli.models import ModelOptions, _go_offline, load_engine
-from volley.cli.train import INTERNAL
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
 from volley.files import BUNDLED_TARGETS, SMOLLM2
 from volley.models.drafters.drafter import Drafter
-from volley.train.options import TrainConfig
 
 from .conftest import TinyPair, byte_tokenizer
 
@@ -420,17 +418,6 @@ def test_export_and_inspect(tiny_pair: TinyPair, tmp_path: Path) -> None:
     rows.write_text(json.dumps({**answer, "response_token_ids": [260]}) + "\n")
     with pytest.raises(InputError, match="outside the target's vocabulary of 260"):
         run("export", tiny_pair.drafter, "--to", "zlab", "--out", tmp_path / "other", *reduced)
-
-
-def test_every_training_option_is_on_the_command_line_with_help() -> None:
-    from volley.options import field_docs
-
-    docs = field_docs(TrainConfig)
-    assert set(docs) == set(TrainConfig.__dataclass_fields__)
-    words = run("train", "--help")[0].split()
-    assert set(INTERNAL) <= set(docs)
-    for name in docs:
-        assert (f"--{name.replace('_', '-')}" in words) == (name not in INTERNAL), name
 
 
 def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

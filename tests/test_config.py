@@ -22,24 +22,14 @@ from volley.errors import ConfigError
         ({"tree_nodes": 1}, "a tree has 2 or more"),
         ({"tree_nodes": 8, "denoising_steps": 2}, "use denoising_steps=1, or tree_nodes=None"),
         ({"tree_nodes": 8, "verification": "speculative"}, "use verification='match' or 'auto', or tree_nodes=None"),
-    ],
-)
-def test_a_way_of_decoding_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DecodingConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         ({"max_running": 0}, "at least 1"),
         ({"max_batch_tokens": 0}, "at least 1"),
         ({"page_size": 0}, "at least 1 token"),
     ],
 )
-def test_a_size_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CapacityConfig(**options)
+        split_options(options)
 
 
 def test_settings_do_not_change() -> None:

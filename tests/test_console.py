@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import TinyPair
-from volley import Engine
 from volley.cli.console import Comparison, explain_difference, median_turn
 from volley.results import GenerationResult, GenerationStats
 
@@ -42,18 +40,6 @@ def test_only_a_tie_explains_a_difference(dtype: torch.dtype, gap: float, tied: 
     assert other is None, "a third token, whatever ties there"
     assert (explanation is not None) == tied
     assert explanation is None or "token 2" in explanation
-
-
-@pytest.mark.slow
-def test_next_logits_are_the_targets_and_leave_no_page_behind(tiny_pair: TinyPair) -> None:
-    engine = Engine.from_pretrained(tiny_pair.target, tiny_pair.drafter, dtype=torch.float32)
-    prompt = [10, 20, 30, 40, 50]
-    (result,) = engine.generate(prompt)
-    for size in (1, 7):
-        expected = result.token_ids[size]
-        assert int(engine.next_logits([*prompt, *result.token_ids[:size]]).argmax()) == expected
-    assert engine.snapshot().pages_used == 0
-    engine.check_integrity()
 
 
 def test_the_median_turn_is_shown_unless_tokens_differ_in_another() -> None:

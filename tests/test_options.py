@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from volley.cli import app
+from volley.cli.train import INTERNAL
 from volley.config import CapacityConfig, DecodingConfig
 from volley.options import Without, expand, field_docs
+from volley.train.options import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +139,22 @@ def test_what_is_in_the_environment_is_taken(tmp_path: Path) -> None:
 
 
 FOR_PYTHON = ("cuda_graphs", "draft_kv_dtype", "num_pages", "num_states", "page_size", "verification")
-ENGINE_COMMANDS = {
-    "generate": FOR_PYTHON,
-    "serve": FOR_PYTHON,
-    "bench": (*FOR_PYTHON, "policy", "block_size"),  # it has lists of the last two
+ENGINE = (DecodingConfig, CapacityConfig)
+SETTINGS: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    "generate": (ENGINE, FOR_PYTHON),
+    "serve": (ENGINE, FOR_PYTHON),
+    "bench": (ENGINE, (*FOR_PYTHON, "policy", "block_size")),  # it has lists of the last two
+    "train": ((TrainConfig,), INTERNAL),
 }
+"""Settings of each command, and those of them that are no options."""
 
 
-@pytest.mark.parametrize(("command", "left_out"), ENGINE_COMMANDS.items())
-def test_every_setting_of_an_engine_is_an_option_with_help(command: str, left_out: tuple[str, ...]) -> None:
-    docs = field_docs(DecodingConfig) | field_docs(CapacityConfig)
-    assert set(docs) == set(DecodingConfig.__dataclass_fields__) | set(CapacityConfig.__dataclass_fields__)
+@pytest.mark.parametrize("command", SETTINGS)
+def test_every_setting_is_an_option_with_help(command: str) -> None:
+    kinds, left_out = SETTINGS[command]
+    docs = {name: doc for kind in kinds for name, doc in field_docs(kind).items()}
+    assert set(docs) == {field.name for kind in kinds for field in fields(kind)}
+    assert set(left_out) <= set(docs)
     found = CliRunner().invoke(app, [command, "--help"]).output.split()
     for name in docs:
         assert (f"--{name.replace('_', '-')}" in found) == (name not in left_out), name

@@ -177,7 +177,7 @@ def copy(bench: Bench) -> dict[str, Any]:
 
 def kernels(bench: Bench) -> dict[str, Any]:
     """Kernels against the copy: ``benchmarks/gpu_kernels.py``."""
-    return commanded(bench, "benchmarks/gpu_kernels.py", "--device", "cuda", "--tiles")
+    return commanded(bench, "benchmarks/gpu_kernels.py", "--device", "cuda")
 
 
 def rows(bench: Bench) -> dict[str, Any]:

@@ -24,6 +24,14 @@ def save_model(folder: Path, own: dict[str, object]) -> None:
     edit_config(folder, **own)
 
 
+def curve(monkeypatch: pytest.MonkeyPatch, folder: Path, options: str, *texts: str) -> None:
+    """Run the command for the model in ``folder`` on prompts of these texts."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts or ("Hello",)))
+    monkeypatch.setattr(sys, "argv", f"curve --target {folder} --prompts {prompts} {options}".split())
+    main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "has_nats"),
@@ -40,25 +48,11 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_model(tmp_path, own)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is it?")))
-    command = [
-        "curve",
-        "--target",
-        str(tmp_path),
-        "--prompts",
-        str(prompts),
-        "--raw",
-        "--max-tokens",
-        "12",
-        "--dtype",
-        "float32",
-    ]
 
-    def figures(*options: str) -> list[tuple[str, ...]]:
+    def figures(server: str = "") -> list[tuple[str, ...]]:
         """Tokens per pass, nats and distinct pairs of each setting."""
-        monkeypatch.setattr(sys, "argv", [*command, "--thresholds", *THRESHOLDS, *options])
-        main()
+        options = f"--raw --max-tokens 12 --dtype float32 --thresholds {' '.join(THRESHOLDS)} {server}"
+        curve(monkeypatch, tmp_path, options, "Hello", "What is it?")
         rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
         assert [row[1].strip() for row in rows] == ["autoregressive", "self", *(f"threshold {t}" for t in THRESHOLDS)]
         chosen = [row for row in rows if row[1].strip() != "self"]  # how often that drafts depends on the clock
@@ -69,21 +63,16 @@ def test_a_server_gives_the_curve_that_the_engine_gives(
     assert (here[0][1] != "nan") == has_nats, "the likelihood of a text is causal"
     assert float(here[1][0]) > float(here[2][0]), "a lower threshold takes fewer passes"
     with running(Engine.from_pretrained(tmp_path, dtype=torch.float32)) as server:
-        assert figures("--server", f"{server.url}/v1") == here
+        assert figures(f"--server {server.url}/v1") == here
 
 
 def test_an_autoregressive_scorer_has_a_row_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("model", "scorer"):
-        tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2)).save_pretrained(tmp_path / name)
-        byte_tokenizer().save_pretrained(tmp_path / name)
-    edit_config(tmp_path / "model", block_diffusion={"mask_token_id": 3, "canvas_length": 8})
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
-    command = f"curve --target {tmp_path}/model --scorer {tmp_path}/scorer --prompts {prompts} --raw --max-tokens 12"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--dtype", "float32", "--thresholds", "0.5"])
-    main()
+    save_model(tmp_path / "model", {"block_diffusion": {"mask_token_id": 3, "canvas_length": 8}})
+    save_model(tmp_path / "scorer", {})
+    options = f"--scorer {tmp_path}/scorer --raw --max-tokens 12 --dtype float32 --thresholds 0.5"
+    curve(monkeypatch, tmp_path / "model", options)
     rows = {row[1].strip(): row for row in (line.split("|") for line in capsys.readouterr().out.splitlines()[2:])}
     assert list(rows) == ["autoregressive", "self", "threshold 0.5", "the scorer"]
     assert rows["the scorer"][2:7:3] == rows["autoregressive"][2:7:3], "the same weights write the same text"
@@ -94,34 +83,20 @@ def test_an_autoregressive_scorer_has_a_row_of_its_own(
     [
         ({}, "", "is no diffusion language model"),
         ({"block_diffusion": {"mask_token_id": 3}}, "--server http://127.0.0.1:9", "start volley serve"),
+        (None, "", "give --steps 12 24 48"),
     ],
 )
 def test_what_has_no_curve_is_told_so(
-    own: dict[str, object],
+    own: dict[str, object] | None,
     options: str,
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_model(tmp_path, own)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
-    monkeypatch.setattr(sys, "argv", f"curve --target {tmp_path} --prompts {prompts} {options}".split())
+    save_model(tmp_path, own or {})
+    if own is None:  # a model without a threshold
+        random_model().save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        main()
+        curve(monkeypatch, tmp_path, options)
     assert message in f"{stopped.value}{capsys.readouterr().err}"
-
-
-def test_a_model_without_a_threshold_is_asked_for_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    random_model().save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "Hello"}) + "\n")
-    command = ["curve", "--target", str(tmp_path), "--prompts", str(prompts)]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        main()
-    assert "give --steps 12 24 48" in capsys.readouterr().err

@@ -29,6 +29,10 @@ def reply(tokens: str, *top: dict[str, float]) -> Reply:
     return Reply(tuple(tokens), tokens, "stop", tuple(dict(row) for row in rows))
 
 
+def questions_of(subject: Any, prompts: Sequence[str] = ("x",), plain: Any = None, **options: Any) -> Questions:
+    return Questions(subject, plain, prompts, prompts, lambda asked, _: list(asked), greedy_params(8), **options)
+
+
 class Repeating:
     """Says one thing without penalties, and another with them."""
 
@@ -64,8 +68,7 @@ def test_penalties_are_judged_where_it_is_known_what_they_change(
     prompt: str, plain: Reply, penalised: str, outcome: str
 ) -> None:
     subject = Repeating(plain, penalised)
-    questions = Questions(subject, None, [prompt], [prompt], lambda asked, _: list(asked), greedy_params(8))
-    found = check_penalties(questions)
+    found = check_penalties(questions_of(subject, [prompt]))
     assert found.outcome == outcome
     assert ("give more prompts" in found.detail) == (plain is not REPEATS or prompt == "xbz")
 
@@ -98,24 +101,20 @@ class Seeded:
 def test_a_seed_gives_an_answer_again_but_for_rounding(
     again: str, other: str, tipped: int, exact: bool, outcome: str
 ) -> None:
-    greedy, subject = greedy_params(8), Seeded(again, other, tipped)
-    prompts = ["x"] * 12
-    questions = Questions(subject, None, prompts, prompts, lambda asked, _: list(asked), greedy, exact=exact)  # type: ignore[arg-type]
+    questions = questions_of(Seeded(again, other, tipped), ["x"] * 12, exact=exact)
     assert check_seeds(questions).outcome == outcome
 
 
 def test_seeds_of_few_answers_that_rounding_may_tip_are_not_judged() -> None:
     """Three answers that all part would prove nothing."""
     subject = Seeded("abcdefghijzlmnopqrst", "abcdefghijzl", 3)
-    questions = Questions(subject, None, ["x"] * 3, ["x"] * 3, lambda asked, _: list(asked), greedy_params(8))  # type: ignore[arg-type]
-    assert check_seeds(questions).outcome == "not judged"
+    assert check_seeds(questions_of(subject, ["x"] * 3)).outcome == "not judged"
 
 
 def test_seeds_of_answers_that_are_all_but_certain_are_not_judged() -> None:
     subject = Seeded("abcdefghijklmnopqrst", "abcdefghijklmnopqrst")
     subject.sure = -0.001
-    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8))  # type: ignore[arg-type]
-    assert check_seeds(questions).outcome == "not judged"
+    assert check_seeds(questions_of(subject)).outcome == "not judged"
 
 
 class Caching:
@@ -145,8 +144,7 @@ class Caching:
 def test_a_prefix_cache_is_judged_where_it_was_of_use(
     cached: int | None, warm: str, outcome: str, told: int | str
 ) -> None:
-    questions = Questions(Caching(cached, warm), None, [], ["x", "y"], lambda asked, _: list(asked), greedy_params(8))
-    found = check_prefix_cache(questions)
+    found = check_prefix_cache(questions_of(Caching(cached, warm), ["x", "y"]))
     assert (found.outcome, found.facts["cached_tokens"]) == (outcome, told)
 
 
@@ -170,9 +168,7 @@ def test_ties_are_as_wide_as_the_steps_of_a_servers_logits(steps: tuple[float, .
 @pytest.mark.parametrize(("gap", "outcome"), [(0.5, "passed"), (0.75, "FAILED")])
 def test_a_fault_beyond_the_rounding_of_a_server_is_found(gap: float, outcome: str) -> None:
     subject = Repeating(reply("ab", {"a": -0.1, "b": -3.0}, {"b": -0.7 - gap, "c": -0.7}), "ab")
-    tie = tie_of(in_steps(0.25))
-    questions = Questions(subject, None, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8), tie)
-    assert check_greedy(questions).outcome == outcome
+    assert check_greedy(questions_of(subject, tie=tie_of(in_steps(0.25)))).outcome == outcome
 
 
 @pytest.mark.parametrize(("likeliest", "outcome"), [(-0.72, "passed"), (-0.3, "FAILED")])
@@ -180,8 +176,7 @@ def test_with_one_log_probability_a_token_that_leaves_no_room_for_another_is_no_
     likeliest: float, outcome: str
 ) -> None:
     mine, plain = (Repeating(Reply((token,), token, "stop", ({token: likeliest},)), "") for token in "ab")
-    questions = Questions(mine, plain, ["x"], ["x"], lambda asked, _: list(asked), greedy_params(8))
-    assert check_greedy(questions).outcome == outcome
+    assert check_greedy(questions_of(mine, plain=plain)).outcome == outcome
 
 
 def test_a_verdict_needs_greedy_and_sampled_tokens_that_could_be_judged() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.doctor.answers import TARGET, write_answers
 from volley import Engine
@@ -59,6 +58,16 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def altered(rows: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a file of the rows after ``change`` was called with each."""
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    for row in found:
+        change(row)
+    file = folder / "altered.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return file
+
+
 def names(drafter: Path, rows: Path, target: str = TARGET, **served: Any) -> list[str]:
     return [finding.name for finding in Doctor(target, drafter, [rows], **served).examine().findings]
 
@@ -74,34 +83,22 @@ def test_a_healthy_pair_gets_silence_and_its_tau_is_foretold(rows: Path, name: s
     assert found.expected == pytest.approx(found.measured, rel=0.02)
 
 
-@pytest.mark.slow
-def test_taps_that_are_off_by_one(drafter: Path, rows: Path) -> None:
-    def shift(config: dict[str, Any]) -> None:
-        dflash = config["dflash_config"]
-        dflash["target_layer_ids"] = [tap + 1 for tap in dflash["target_layer_ids"]]
-
-    edit(drafter, shift)
-    assert names(drafter, rows)[:1] == ["taps shifted by one"]
+def shift_taps(config: dict[str, Any]) -> None:
+    dflash = config["dflash_config"]
+    dflash["target_layer_ids"] = [tap + 1 for tap in dflash["target_layer_ids"]]
 
 
-@pytest.mark.slow
-def test_rotary_settings(drafter: Path, rows: Path) -> None:
-    def turn(config: dict[str, Any]) -> None:
-        config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
-
-    edit(drafter, turn)
-    assert names(drafter, rows)[:1] == ["rotary settings"]
+def turn(config: dict[str, Any]) -> None:
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 3.0
 
 
 @pytest.mark.slow
-def test_another_targets_weights(drafter: Path, rows: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.01 * weight.std() * torch.randn(weight.shape))
-    shutil.copytree(TARGET, tmp_path / "tuned")
-    model.save_pretrained(tmp_path / "tuned")
-    assert names(drafter, rows, str(tmp_path / "tuned"))[:1] == ["another target's weights"]
+@pytest.mark.parametrize(("change", "name"), [(shift_taps, "taps shifted by one"), (turn, "rotary settings")])
+def test_a_wrong_setting_is_named(
+    drafter: Path, rows: Path, change: Callable[[dict[str, Any]], None], name: str
+) -> None:
+    edit(drafter, change)
+    assert names(drafter, rows)[:1] == [name]
 
 
 @pytest.mark.slow
@@ -141,15 +138,14 @@ def test_another_mask_and_a_mask_in_the_text(drafter: Path, rows: Path) -> None:
 @pytest.mark.slow
 def test_a_mask_that_prompts_hold(drafter: Path, rows: Path, tmp_path: Path) -> None:
     """The drafter's own mask stands in every tenth place of the prompts; it drafts as well as it can."""
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    for row in found:
+
+    def mask(row: dict[str, Any]) -> None:
         row["prompt_token_ids"] = [
             3 if place % 10 == 9 else token for place, token in enumerate(row["prompt_token_ids"])
         ]
         del row["messages"]
-    masked = tmp_path / "masked.jsonl"
-    masked.write_text("".join(json.dumps(row) + "\n" for row in found))
-    assert names(drafter, masked)[:1] == ["mask token in text"]
+
+    assert names(drafter, altered(rows, tmp_path, mask))[:1] == ["mask token in text"]
 
 
 @pytest.mark.slow
@@ -163,34 +159,24 @@ def test_what_is_served_otherwise_than_it_was_trained(drafter: Path, rows: Path,
 @pytest.mark.slow
 def test_context_beyond_training(drafter: Path, rows: Path, fingerprint: str, tmp_path: Path) -> None:
     """Answers that the drafter cannot follow from a place on, which is where its training ended, or is not."""
-    found, start = [json.loads(line) for line in rows.read_text().splitlines()], 0
-    random = Random(0)
-    for row in found:
+    starts, random = list[int](), Random(0)
+
+    def confuse(row: dict[str, Any]) -> None:
         row["response_token_ids"][20:] = random.choices(range(100, 8000), k=60)
-        start = max(start, len(row["prompt_token_ids"]) + 20)
-    long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps(row) + "\n" for row in found))
+        starts.append(len(row["prompt_token_ids"]) + 20)
+
+    long = altered(rows, tmp_path, confuse)
     assert names(drafter, long) == []
-    note(drafter, fingerprints={"target": fingerprint}, data={"longest": start})
+    note(drafter, fingerprints={"target": fingerprint}, data={"longest": max(starts)})
     assert names(drafter, long) == ["context beyond training"]
     assert names(drafter, rows) == []
 
 
 @pytest.mark.slow
-def test_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    for row in found:
-        row["prompt_token_ids"] = row["prompt_token_ids"][3:]
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps(row) + "\n" for row in found))
-    assert names(drafter, other) == ["chat template"]
-
-
-@pytest.mark.slow
-def test_answers_that_were_collected_with_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
-    found = [{**json.loads(line), "chat_template": "0123456789abcdef"} for line in rows.read_text().splitlines()]
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps(row) + "\n" for row in found))
+def test_answers_to_prompts_of_another_template(drafter: Path, rows: Path, tmp_path: Path) -> None:
+    cut = altered(rows, tmp_path, lambda row: row.update(prompt_token_ids=row["prompt_token_ids"][3:]))
+    assert names(drafter, cut) == ["chat template"]
+    other = altered(rows, tmp_path, lambda row: row.update(chat_template="0123456789abcdef"))
     assert names(drafter, other)[:1] == ["chat template"]
 
 
@@ -254,14 +240,13 @@ def test_what_comes_long_behind_the_beginning_of_an_answer(
     drafter: Path, rows: Path, fingerprint: str, tmp_path: Path
 ) -> None:
     """The end of a long answer, and answers to prompts of any length."""
-    found, random = [json.loads(line) for line in rows.read_text().splitlines()], Random(0)
-    for row in found:
-        row["response_token_ids"] += random.choices(range(100, 8000), k=300)
-    long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps(row) + "\n" for row in found))
+    random = Random(0)
+    long = altered(
+        rows, tmp_path, lambda row: row["response_token_ids"].extend(random.choices(range(100, 8000), k=300))
+    )
     note(drafter, fingerprints={"target": fingerprint}, data={"longest": 200})
     assert names(drafter, long) == ["context beyond training"]
-    row = {**found[0], "prompt_token_ids": random.choices(range(100, 8000), k=1100)}
+    row = {**json.loads(long.read_text().splitlines()[0]), "prompt_token_ids": random.choices(range(100, 8000), k=1100)}
     del row["messages"]
     long.write_text(json.dumps(row) + "\n")
     note(drafter, fingerprints={"target": fingerprint}, data={"longest": 900})

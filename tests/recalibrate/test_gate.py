@@ -31,13 +31,6 @@ def test_a_clear_gain_is_let_through_and_measured() -> None:
     assert found.tau / found.tau_before == pytest.approx(1 + found.gain, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_chance_alone_is_let_through_about_as_often_as_its_error_says() -> None:
-    passed = sum(judge(noisy(40, 0.0, seed), 1, 0).is_better for seed in range(1000))
-    assert passed < 50, "two standard errors: 23 of 1000"
-    assert sum(judge(noisy(40, 0.12, seed), 1, 0).is_better for seed in range(100)) > 90, "and a real gain is found"
-
-
 def test_few_answers_decide_nothing() -> None:
     found = judge(noisy(LEAST_ROWS - 1, 0.5, 0), 1, 0)
     assert not found.is_better
@@ -122,3 +115,5 @@ def test_a_shift_is_followed_on_the_newest_answers_and_nothing_goes_against_them
 def test_few_answers_let_chance_through_no_more_often(count: int) -> None:
     passed = sum(judge(noisy(count, 0.0, seed), 1, 0).is_better for seed in range(3000))
     assert passed < 3000 * 0.035, "23 in a thousand are meant"
+    if count == 40:
+        assert sum(judge(noisy(40, 0.12, seed), 1, 0).is_better for seed in range(100)) > 90, "a real gain is found"

@@ -168,19 +168,6 @@ def test_a_disk_without_space_leaves_no_torn_row(tmp_path: Path) -> None:
     assert len(list((tmp_path / "rows").iterdir())) == 1, "nothing half-written is left"
 
 
-def test_a_full_disk_is_an_error_that_leaves_the_store_whole(tmp_path: Path) -> None:
-    reservoir = opened(tmp_path)
-    reservoir.add("a", [1], [2, 3], 0.0)
-    (tmp_path / "rows").rename(tmp_path / "elsewhere")
-    (tmp_path / "rows").write_text("no folder: nothing can be written here")
-    with pytest.raises(ConfigError, match="cannot be made a folder"):
-        reservoir.add("a", [4], [5, 6], 0.0)
-    (tmp_path / "rows").unlink()
-    (tmp_path / "elsewhere").rename(tmp_path / "rows")
-    assert reservoir.add("a", [4], [5, 6], 0.0).number == 1
-    assert len(reservoir) == 2
-
-
 def test_the_command_erases_under_a_running_server(tmp_path: Path) -> None:
     reservoir = opened(tmp_path)
     for index in range(3):

@@ -72,12 +72,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
             "messages.0.content",
             "a string or a list of text parts",
         ),
-        (
-            "chat",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content",
-            "text parts",
-        ),
         ("chat", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood", "unknown field"),
         ("chat", {}, "messages", "Field required"),
         ("text", {"prompt": ""}, "prompt", "the prompt is empty"),
@@ -128,12 +122,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ),
         ("chat", {**CHAT, "structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "did you mean 'json'?"),
         ("responses", {"input": "a", "max_tokens": 4}, "max_tokens", "use max_output_tokens"),
-        ("responses", {"input": "a", "response_format": {}}, "response_format", "use text.format"),
-        ("responses", {"input": "a", "max_output_tokens": -1}, "max_output_tokens", "greater than or equal to 1"),
-        ("responses", {"input": []}, "input", "at least 1 item"),
         ("responses", {"input": [{"role": "user", "contnt": "x"}]}, "input.0.contnt", "did you mean 'content'?"),
         ("responses", {"input": [{"type": "function_call", "call_id": "a"}]}, "input.0.name", "required"),
-        ("responses", {"input": "x" * 5000}, "input", "5019 in the input"),
         ("text", {**TEXT, "user": "me", "metadata": {"a": "b"}, "top_p": -1}, "top_p", "greater than or equal to 0"),
     ],
 )
@@ -185,50 +175,39 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "status", "message"),
     [
-        (b'{"prompt": "\xff"}', "not UTF-8"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
-        (b'{"prompt": "a",}', "(character 15)"),
-        (b"{'prompt': 'a'}", "not JSON: Expecting property name"),
-        (b'"prompt"', "must be a JSON object"),
-        (b'{"prompt": "a", "temperature": NaN}', "temperature: Input should be a finite number"),
-        (b'{"prompt": "a", "logit_bias": {"5": -Infinity}}', "logit_bias.5: Input should be a finite number"),
+        (b"", 400, ""),
+        (b"{", 400, ""),
+        (b"null", 400, ""),
+        (b"[]", 400, ""),
+        (b'"prompt"', 400, "must be a JSON object"),
+        (b'{"prompt": "a",}', 400, "(character 15)"),
+        (b"{'prompt': 'a'}", 400, "not JSON: Expecting property name"),
+        (b'{"prompt": "\xff\xfe"}', 400, "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', 400, ""),
+        (b'{"\\ud800": 1, "prompt": "a"}', 400, ""),
+        (b'{"prompt": "a", "model": "\\udfff"}', 404, ""),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "temperature: Input should be a finite number"),
+        (b'{"prompt": "a", "temperature": 1e999}', 400, ""),
+        (b'{"prompt": "a", "logit_bias": {"5": -Infinity}}', 400, "logit_bias.5: Input should be a finite number"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", 400, ""),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, 400, "nested too deeply"),
+        (b"x" * 1_100_000, 413, ""),
     ],
-    ids=range(8),
+    ids=range(18),
 )
-def test_what_is_wrong_with_a_body_is_said(server: Running, content: bytes, message: str) -> None:
+def test_bodies_that_are_not_what_they_should_be(server: Running, content: bytes, status: int, message: str) -> None:
     response = server.client.post("/v1/completions", content=content, headers=JSON)
-    assert response.status_code == 400
+    assert response.status_code == status
     assert message in error_of(response)["message"]
 
 
-@pytest.mark.parametrize(
-    ("content", "headers", "status"),
-    [
-        (b"", JSON, 400),
-        (b"{", JSON, 400),
-        (b"null", JSON, 400),
-        (b"[]", JSON, 400),
-        (b'{"prompt": "\xff\xfe"}', JSON, 400),
-        (b'{"prompt": "\\ud800"}', JSON, 400),
-        (b'{"\\ud800": 1, "prompt": "a"}', JSON, 400),
-        (b'{"prompt": "a", "model": "\\udfff"}', JSON, 404),
-        (b'{"prompt": "a", "temperature": NaN}', JSON, 400),
-        (b'{"prompt": "a", "temperature": 1e999}', JSON, 400),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", JSON, 400),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", JSON, 400),
-        (b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}, 400),
-        (b"x" * 1_100_000, JSON, 413),
-    ],
-    ids=range(14),
-)
-def test_bodies_that_are_not_what_they_should_be(
-    server: Running, content: bytes, headers: dict[str, str], status: int
-) -> None:
-    response = server.client.post("/v1/completions", content=content, headers=headers)
-    assert response.status_code == status
+def test_a_body_of_another_type_is_no_json(server: Running) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    response = server.client.post("/v1/completions", content=body, headers={"content-type": "text/plain"})
+    assert response.status_code == 400
     error_of(response)
 
 
@@ -379,12 +358,3 @@ def test_a_schema_that_refers_to_itself_in_many_ways_is_read_at_once() -> None:
     root = {"$defs": {**parts, "end": {"type": "string"}}}
     assert types_of({"$ref": "#/$defs/p0"}, root) == set()
     assert types_of({"anyOf": [{"$ref": "#/$defs/p0"}, {"$ref": "#/$defs/end"}]}, root) == {"string"}
-
-
-@pytest.mark.slow
-def test_cors_is_off_unless_asked_for(server: Running, tiny: Tiny) -> None:
-    asked = {"origin": "http://elsewhere.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=asked).headers
-    with running(tiny.engine(), cors_origins=("http://elsewhere.example",)) as open_server:
-        answer = open_server.client.options("/v1/completions", headers=asked)
-        assert answer.headers["access-control-allow-origin"] == "http://elsewhere.example"

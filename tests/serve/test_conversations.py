@@ -1,7 +1,6 @@
 """Conversations through templates that each take less than clients send: nothing is lost, and nothing changes without need."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.serve.running import MODEL, Tiny, openai_client, running
-from tests.serve.test_tools import TEMPLATE, WEATHER
+from tests.serve.test_tools import TEMPLATE
 from volley.chat import render_chat
 from volley.files import REFERENCE
 from volley.serve.conversations import Conversations, calls_as_text, one_call_each, short_ids
@@ -193,11 +191,6 @@ def test_arguments_that_are_no_json_reach_a_template_that_takes_text() -> None:
     assert told(AS_TEXT, USER, {"role": "assistant", "tool_calls": [sent]}).endswith('<call>weather {"city": "Be')
 
 
-def test_the_name_of_a_speaker_reaches_the_template() -> None:
-    template = "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>{{ m.content }}{% endfor %}"
-    assert told(template, {**USER, "name": "Ada"}, USER) == "<user Ada>Weather?<user>Weather?"
-
-
 def test_ids_of_nine_characters() -> None:
     mine, theirs = "abcDEF123", "call_0123456789"
     sent = {"role": "assistant", "tool_calls": [call(mine), call(theirs)]}
@@ -238,25 +231,3 @@ def test_calls_one_by_one_lose_nothing(counts: list[int], random: Any) -> None:
         for own in before.get("tool_calls", ()):
             assert after["tool_call_id"] == own["id"]
     assert sum(own["role"] == "tool" for own in apart) == sum(counts)
-
-
-@pytest.mark.slow
-def test_over_http(tiny: Tiny, tmp_path: Path) -> None:
-    """A client that has its conversation from another server: long ids, two calls, thoughts and text beside them."""
-    file = tmp_path / "chat.jinja"
-    file.write_text(
-        FIRST_CALL.replace("<call>", "<call {% if call.id | length != 9 %}{{ raise_exception('9') }}{% endif %}>")
-    )
-    chat: list[Any] = [USER, {**BOTH, "content": "Look.", "reasoning": "Hm."}, *RESULTS]
-    with running(tiny.engine(), chat_template=file) as server, openai_client(server) as client:
-        tokens = server.client.post("/tokenize", json={"messages": chat}).json()["tokens"]
-        text = server.engine.tokenizer.decode(tokens)
-        places = [text.index(own) for own in ("Hm.", "Look.", "Bern", "Sun.", "Rome", "Noon.")]
-        assert places == sorted(places)
-        answer = client.chat.completions.create(model=MODEL, messages=chat, max_tokens=2)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens == len(tokens)
-        forced: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "parallel_tool_calls": False}
-        (choice,) = client.chat.completions.create(model=MODEL, messages=chat, seed=1, **forced).choices
-        assert choice.message.tool_calls
-        server.settle()

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
@@ -16,6 +17,7 @@ from tests.procedures.test_denoising import BOTH_WAYS
 from tests.serve.browser import BROWSER, open_page
 from tests.serve.running import MODEL, Running, running
 from volley import DiffusionParams, Engine, SamplingParams
+from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.families import JOINT
 from volley.models.targets.target import Target
 from volley.procedures.denoising import diffusion_of
@@ -27,10 +29,14 @@ OWN = {"canvas_length": 8, "threshold": 0.3}
 PROMPT = "Hello there"
 
 
+def engine_of(family: BlockDiffusion, **options: Any) -> Engine:
+    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
+    return Engine(Target(hf, byte_tokenizer(), replace(family, mask_token_id=3)), page_size=8, **options)
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
-    return Engine(Target(hf, byte_tokenizer(), replace(BOTH_WAYS, mask_token_id=3)), page_size=8)
+    return engine_of(BOTH_WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +88,9 @@ def test_drafts_arrive_if_asked_for_and_never_as_text(client: OpenAI, engine: En
     chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "stream": True}
     talk = list(client.chat.completions.create(**chat, extra_body={"diffusion": own}))  # type: ignore[call-overload]
     assert any(hasattr(chunk, "draft") for chunk in talk)
-    without = list(client.completions.create(**asked, extra_body={"diffusion": OWN}))  # type: ignore[call-overload]
-    assert not any(hasattr(chunk, "draft") for chunk in without)
+    for diffusion, wanted in ((OWN, False), ({"mode": "self", "max_steps": 1, "stream_drafts": True}, True)):
+        chunks = list(client.completions.create(**asked, extra_body={"diffusion": diffusion}))  # type: ignore[call-overload]
+        assert any(hasattr(chunk, "draft") for chunk in chunks) is wanted
 
 
 def test_responses_have_canvases_too(client: OpenAI) -> None:
@@ -172,9 +179,8 @@ def test_settings_that_cannot_be_used_are_refused(client: OpenAI, own: object, p
     assert error.value.param == param
 
 
-def joint_engine() -> Engine:
-    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
-    return Engine(Target(hf, byte_tokenizer(), replace(JOINT, mask_token_id=3)), page_size=8)
+SHORT = replace(JOINT, defaults=replace(JOINT.defaults, canvas_length=5))
+"""A family whose canvases do not divide the pool."""
 
 
 @pytest.mark.slow
@@ -185,7 +191,7 @@ def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
     def note(_: object, request: Request) -> None:
         own_stats[diffusion_of(request).mode] = request.stats
 
-    with running(joint_engine(), lambda service: service.worker.on_finished.append(note)) as server:
+    with running(engine_of(JOINT), lambda service: service.worker.on_finished.append(note)) as server:
         modes: dict[str, dict[str, object]] = {
             "diffusion": OWN,
             "self": {"mode": "self", "canvas_length": 6, "max_steps": 2},
@@ -200,7 +206,7 @@ def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
     assert own_stats.keys() == modes.keys()
     # The passes of mode self depend on clocked costs, so only those of mode diffusion are the same alone.
     params = SamplingParams(**{**asked, "diffusion": OWN})  # type: ignore[arg-type]
-    (alone,) = joint_engine().generate(PROMPT, params)
+    (alone,) = engine_of(JOINT).generate(PROMPT, params)
     assert alone.stats.denoising_steps == own_stats["diffusion"].denoising_steps
     assert "tokens_per_pass" not in usages["autoregressive"]
     assert 'volley:denoised_tokens_total{mode="autoregressive"}' not in found
@@ -220,7 +226,7 @@ def test_metrics_give_tokens_per_pass_and_per_forward_of_each_mode() -> None:
 
 
 def test_tokens_and_canvases_are_counted_as_they_come() -> None:
-    engine, metrics = joint_engine(), Metrics(1, {})
+    engine, metrics = engine_of(JOINT), Metrics(1, {})
     engine.on_verified.append(metrics.verified)
     request = engine.add_request(
         PROMPT, SamplingParams(max_tokens=20, ignore_eos=True, diffusion=DiffusionParams(**OWN))
@@ -243,9 +249,7 @@ def test_tokens_and_canvases_are_counted_as_they_come() -> None:
 
 @pytest.mark.slow
 def test_a_limit_that_fits_in_the_pages_is_cut_to_whole_canvases() -> None:
-    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
-    family = replace(JOINT, mask_token_id=3, defaults=replace(JOINT.defaults, canvas_length=5))
-    with running(Engine(Target(hf, byte_tokenizer(), family), page_size=8, num_pages=8)) as server:
+    with running(engine_of(SHORT, num_pages=8)) as server:
         found = server.post("completions", {"prompt": [1, 2], "max_tokens": 62, "ignore_eos": True})
         assert found.status_code == 200, found.text
         assert found.json()["usage"]["completion_tokens"] == 60
@@ -282,10 +286,7 @@ def test_what_needs_token_by_token_is_refused_on_canvases(server: Running, path:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_chat_without_a_limit_fills_a_pool_that_is_no_multiple_of_its_canvases(size: int) -> None:
     """The last canvas ends where the pool does, or before."""
-    hf = tiny.eager_model(tiny.target_config(vocab_size=260, num_hidden_layers=2))
-    family = replace(JOINT, mask_token_id=3, defaults=replace(JOINT.defaults, canvas_length=5))
-    engine = Engine(Target(hf, byte_tokenizer(), family), page_size=8, num_pages=8)
-    with running(engine) as server:
+    with running(engine_of(SHORT, num_pages=8)) as server:
         found = server.post("chat/completions", {"messages": [{"role": "user", "content": "x" * size}]})
         assert found.status_code == 200, found.text
         choice, used = found.json()["choices"][0], found.json()["usage"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -115,6 +116,18 @@ def test_echo_without_log_probabilities(client: OpenAI, tiny: Tiny) -> None:
     assert [choice.text for choice in answer.choices] == [want, want]
 
 
+def check_prompt(told: list[Any], tokens: list[int], want: torch.Tensor, count: int, tokenizer: Any) -> None:
+    """Compare ``prompt_logprobs`` in vLLM's form with transformers' log-probabilities ``want [T, V]``."""
+    first, *others = told
+    assert first is None
+    for token, row, own in zip(tokens[1:], want[:-1], others, strict=True):
+        assert list(map(int, own)) == list(dict.fromkeys([token, *row.topk(count).indices.tolist()]))
+        for key, ranked in own.items():
+            assert ranked["logprob"] == pytest.approx(float(row[int(key)]), rel=1e-3, abs=1e-5)
+            assert ranked["rank"] == 1 + int((row > row[int(key)]).sum())
+            assert ranked["decoded_token"] == tokenizer.decode([int(key)])
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_prompt_logprobs_in_vllms_form(
     client: OpenAI, tiny: Tiny, logprobs: dict[str, torch.Tensor], count: int
@@ -122,17 +135,9 @@ def test_prompt_logprobs_in_vllms_form(
     asked = {"model": MODEL, "prompt": PROMPTS, "temperature": 0, "extra_body": {"prompt_logprobs": count}}
     answer = client.completions.create(**asked, max_tokens=0)
     for text, choice in zip(PROMPTS, answer.choices, strict=True):
-        tokens, want = tiny.plain.encode(text), logprobs[text]
-        first, *others = choice.prompt_logprobs  # type: ignore[attr-defined]
-        assert first is None
+        told = choice.prompt_logprobs  # type: ignore[attr-defined]
+        check_prompt(told, tiny.plain.encode(text), logprobs[text], count, tiny.plain.tokenizer)
         assert choice.text == ""
-        for token, row, told in zip(tokens[1:], want[:-1], others, strict=True):
-            best = row.topk(count).indices.tolist()
-            assert list(map(int, told)) == list(dict.fromkeys([token, *best]))
-            for key, own in told.items():
-                assert own["logprob"] == pytest.approx(float(row[int(key)]), rel=1e-3, abs=1e-5)
-                assert own["rank"] == 1 + int((row > row[int(key)]).sum())
-                assert own["decoded_token"] == tiny.plain.tokenizer.decode([int(key)])
 
 
 def test_prompt_logprobs_go_with_echo_and_not_with_a_stream(client: OpenAI) -> None:
@@ -161,14 +166,7 @@ def test_prompt_logprobs_of_chats_are_transformers_own(
     answer = client.chat.completions.create(
         model=MODEL, messages=CHAT, temperature=0, max_tokens=4, n=n, extra_body={"prompt_logprobs": count}
     )
-    first, *others = answer.prompt_logprobs  # type: ignore[attr-defined]
-    assert first is None
-    for token, row, told in zip(tokens[1:], want[:-1], others, strict=True):
-        assert list(map(int, told)) == list(dict.fromkeys([token, *row.topk(count).indices.tolist()]))
-        for key, own in told.items():
-            assert own["logprob"] == pytest.approx(float(row[int(key)]), rel=1e-3, abs=1e-5)
-            assert own["rank"] == 1 + int((row > row[int(key)]).sum())
-            assert own["decoded_token"] == tiny.plain.tokenizer.decode([int(key)])
+    check_prompt(answer.prompt_logprobs, tokens, want, count, tiny.plain.tokenizer)  # type: ignore[attr-defined]
     assert [choice.message.content for choice in answer.choices] == [tiny.answer(CHAT, max_tokens=4)] * n
     assert not hasattr(answer.choices[0], "prompt_logprobs")
 

@@ -144,17 +144,6 @@ def test_the_openai_client_streams_a_schema(drafting: Running, tiny: Tiny) -> No
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_other_forms_over_http(drafting: Running) -> None:
-    for fields, texts in (
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
-        ({"regex": "(ab){3}"}, ("ababab",)),
-        ({"ebnf": 'root ::= "x" [0-9] "y"'}, tuple(f"x{digit}y" for digit in range(10))),
-    ):
-        answer = drafting.complete("Hello", temperature=0, **fields).json()["choices"][0]
-        assert answer["text"] in texts
-        assert answer["finish_reason"] == "stop"
-
-
 def test_grammars_that_explode_are_refused_while_others_are_answered(drafting: Running) -> None:
     answered = 0
     with ThreadPoolExecutor(4) as pool:

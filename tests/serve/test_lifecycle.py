@@ -22,6 +22,7 @@ from volley.errors import ParallelError
 from volley.params import SamplingParams
 from volley.results import GenerationStats, TextChunk
 from volley.serve.answer import AnswerResponse
+from volley.serve.parsing import PlainText
 from volley.serve.replies import ChatDialect
 from volley.serve.worker import End, Job, Piece, Stopped
 
@@ -84,9 +85,7 @@ def test_a_client_that_stops_reading_holds_nothing(stream: bool) -> None:
         job = Job([[1, 2]], [SamplingParams()])
         job.events.put_nowait(Piece(0, [TextChunk("a", [1], from_draft=False)], []))
         job.events.put_nowait(End(0, "stop", GenerationStats()))
-        dialect = ChatDialect(
-            "m", str, bytes_of=lambda token: None, logprobs=False, mark_draft=False, include_usage=False
-        )
+        dialect = ChatDialect("m", str, bytes_of=lambda token: None, parsers=[PlainText()])
         worker = SimpleNamespace(abort=given_up.append)
         response = AnswerResponse(
             worker,  # type: ignore[arg-type]
@@ -142,15 +141,18 @@ def test_one_broken_request_does_not_touch_the_others(tiny: Tiny, monkeypatch: p
         server.settle()
 
 
-@pytest.mark.slow
-def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong page books cannot be repaired: liveness says so, and every client gets an answer."""
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """Wrong page books cannot be repaired, and some errors are no exceptions: liveness says so, and clients get an answer."""
     engine = tiny.engine()
 
     def wrong() -> None:
         raise AssertionError("page 3 has 2 references")
 
-    monkeypatch.setattr(engine.core.runner, "forward", lambda step: 1 / 0)
+    def fail(step: Step) -> None:
+        raise error
+
+    monkeypatch.setattr(engine.core.runner, "forward", fail)
     monkeypatch.setattr(engine, "check_integrity", wrong)
     with running(engine) as server:
         assert server.client.get("/health").status_code == 200
@@ -160,6 +162,7 @@ def test_a_dead_engine_is_not_alive(tiny: Tiny, monkeypatch: pytest.MonkeyPatch)
         assert isinstance(swapped.exception(timeout=5), Stopped), "a reload does not wait for ever"
         for path in ("/health", "/ready"):
             assert server.client.get(path).status_code == 503
+        assert server.client.get("/health").json()["status"] == "the engine has stopped"
         assert server.chat("Hello").json()["error"]["code"] == "engine_dead"
 
 
@@ -265,22 +268,3 @@ def test_metrics_count_what_happened(tiny: Tiny) -> None:
         assert seen["volley:draft_seconds_total"] > 0
         assert seen["volley:verify_seconds_total"] > 0
         assert seen['volley:http_requests_total{path="/v1/chat/completions",status="200"}'] == 1
-
-
-@pytest.mark.slow
-def test_tasks_and_threads_end_with_the_server(tiny: Tiny) -> None:
-    before = threading.active_count()
-    with running(tiny.engine()) as server:
-        for _ in range(3):
-            begin(server).close()
-        server.settle()
-        loop = server.service.worker.loop
-        names = asyncio.run_coroutine_threadsafe(_task_names(), loop).result(5)
-        assert len(names) < 8, names
-    time.sleep(0.05)
-    assert threading.active_count() <= before + 4, "tokenising leaves asyncio's few threads until its loop is gone"
-
-
-async def _task_names() -> list[str]:
-    await asyncio.sleep(0.1)
-    return [repr(task) for task in asyncio.all_tasks()]

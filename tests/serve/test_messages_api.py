@@ -8,13 +8,12 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import Anthropic
-from anthropic.types import message_count_tokens_params, message_create_params
 from jsonschema import validate
 
 from tests.serve.running import MODEL, Running, Tiny, running
 from tests.serve.test_openai_client import CHAT
 from tests.serve.test_tools import SCHEMA, TEMPLATE, templated
-from volley.serve.anthropic import CountRequest, MessagesRequest
+from volley.serve.anthropic import MessagesRequest
 
 WEATHER: Any = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
 TIME: Any = {"name": "time", "input_schema": {"type": "object", "properties": {}}}
@@ -306,15 +305,3 @@ def test_the_models_are_listed(client: Anthropic) -> None:
     assert (card.id, card.type, card.display_name) == (MODEL, "model", MODEL)
     assert card.created_at.year > 2000
     assert client.models.retrieve(MODEL) == card
-
-
-@pytest.mark.parametrize(
-    ("params", "model"),
-    [
-        (message_create_params.MessageCreateParamsBase, MessagesRequest),
-        (message_count_tokens_params.MessageCountTokensParams, CountRequest),
-    ],
-)
-def test_every_field_of_the_client_is_known(params: Any, model: Any) -> None:
-    assert len(params.__annotations__) > 5
-    assert set(params.__annotations__) <= model.names() | set(model.unsupported) | set(model.without_effect)

@@ -228,16 +228,15 @@ def test_pieces_of_any_size_give_the_same(case: tuple[str, str, str, Answer], da
     assert take_apart(form, prompt, pieces) == want
 
 
-def test_arguments_arrive_before_the_call_is_complete() -> None:
-    parser = AnswerParser(load_format("hermes"), CHATML, with_calls=True)
-    parts = parser.feed('<tool_call>{"name": "f", "arguments": {"text": "a long')
-    assert [(part.kind, part.text) for part in parts] == [("call", "f"), ("arguments", '{"text": "a long')]
-    assert [part.text for part in parser.feed(' story"}')] == [' story"}']
-
-
 @pytest.mark.parametrize(
     ("form", "prompt", "pieces", "deltas"),
     [
+        (
+            "hermes",
+            CHATML,
+            ['<tool_call>{"name": "f", "arguments": {"text": "a long', ' story"}'],
+            [["f", '{"text": "a long'], [' story"}']],
+        ),
         (
             "qwen3_5",
             CHATML,
@@ -272,7 +271,7 @@ def test_arguments_arrive_before_the_call_is_complete() -> None:
         ),
     ],
 )
-def test_arguments_in_other_notations_arrive_as_they_are_written(
+def test_arguments_arrive_as_they_are_written(
     form: str, prompt: str, pieces: list[str], deltas: list[list[str]]
 ) -> None:
     parser = AnswerParser(load_format(form), prompt, [WEATHER], with_calls=True)

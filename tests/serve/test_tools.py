@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.serve.notations import call_text
 from tests.serve.running import MODEL, Running, Tiny, openai_client, running
-from volley import Engine, Grammar, SamplingParams
+from volley import Grammar, SamplingParams
 from volley.chat import render_chat
 from volley.decode.grammars import Grammars
 from volley.decode.thinking import ThinkingBudget
@@ -199,24 +199,12 @@ def test_what_the_model_calls_by_itself_is_found(client: OpenAI) -> None:
     assert choice.message.tool_calls or choice.message.content == said
 
 
-def test_strict_tools_bind_calls_wherever_they_begin(server: Running) -> None:
-    strict = Tool.model_validate({"type": "function", "function": {**WEATHER["function"], "strict": True}})
-    engine = server.engine
-    grammar = grammar_of_answer(load_format("hermes"), Tools(tools=[strict]), None, engine.tokenizer, is_thinking=False)
+def allows(grammar: Grammar | None, tokenizer: Any, text: str) -> bool:
+    """Return whether a grammar allows the whole text."""
     assert grammar is not None
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city":"Bern","days":3}}\n</tool_call>'
-    for text, is_allowed in (
-        ("Sun < rain, <tool>.", True),
-        (f"See: {call} and {call}", True),
-        (call.replace("Bern", "Oslo"), False),
-        (call.replace("weather", "time"), False),
-        (f"See: {call.replace('3', 'null')}", False),
-    ):
-        matcher = engine.grammars.compile(grammar).deep_copy()
-        token_ids = engine.encode(text)
-        assert (matcher.validate_tokens(token_ids) == len(token_ids)) is is_allowed, text
-    loose = Tools(tools=[Tool.model_validate(WEATHER)])
-    assert grammar_of_answer(load_format("hermes"), loose, None, engine.tokenizer, is_thinking=False) is None
+    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return rule.num_allowed(token_ids) == len(token_ids)
 
 
 def test_a_forced_call_may_hold_any_words(tiny: Tiny) -> None:
@@ -225,11 +213,7 @@ def test_a_forced_call_may_hold_any_words(tiny: Tiny) -> None:
     tool = Tool.model_validate({"type": "function", "function": {"name": "BEFORE", "parameters": words}})
     offered, tokenizer = Tools(tools=[tool], tool_choice="required"), tiny.plain.tokenizer
     grammar = grammar_of_answer(load_format("hermes"), offered, None, tokenizer, is_thinking=False)
-    assert grammar is not None
-    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
-    call = '<tool_call>\n{"name": "BEFORE", "arguments": {"when":"BEFORE"}}\n</tool_call>'
-    token_ids = tokenizer.encode(call, add_special_tokens=False)
-    assert rule.num_allowed(token_ids) == len(token_ids)
+    assert allows(grammar, tokenizer, '<tool_call>\n{"name": "BEFORE", "arguments": {"when":"BEFORE"}}\n</tool_call>')
 
 
 MARKERS = {
@@ -240,6 +224,7 @@ MARKERS = {
 }
 """Special tokens of models of these formats."""
 IN_FORM = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city":"Bern","days":3}}\n</tool_call>',
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city":"Bern","days":3}',
     "llama3": '{"name": "weather", "parameters": {"city":"Bern","days":3}}',
     "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Bern","days":3}}]',
@@ -248,35 +233,25 @@ IN_FORM = {
 """A call in each format."""
 
 
-def strict_rule(tiny: Tiny, name: str, tools: list[Any], *, is_special: bool = True) -> tuple[Any, Any]:
-    """Return a maker of grammars for a format whose tools are strict, and a tokenizer that has the format's special tokens."""
+def with_markers(tiny: Tiny, name: str) -> Any:
+    """Return a tokenizer that has a format's special tokens."""
     tokenizer = copy.deepcopy(tiny.plain.tokenizer)
-    if is_special and name in MARKERS:
-        tokenizer.add_special_tokens({"extra_special_tokens": MARKERS[name]})
-    offered = Tools(tools=[Tool.model_validate(tool) for tool in tools])
-    grammar = grammar_of_answer(load_format(name), offered, None, tokenizer, is_thinking=False)
-    assert grammar is not None
-    grammars = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id})
-    return lambda: grammars.rule(grammar), tokenizer
+    tokenizer.add_special_tokens({"extra_special_tokens": MARKERS.get(name, [])})
+    return tokenizer
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_a_form_of_gpt_oss_is_an_answer_of_its_own(tiny: Tiny, with_tools: bool) -> None:
     """The model may think first; its answer is opened, otherwise it would not be found."""
-    tokenizer = copy.deepcopy(tiny.plain.tokenizer)
-    tokenizer.add_special_tokens({"extra_special_tokens": MARKERS["gpt_oss"]})
+    tokenizer = with_markers(tiny, "gpt_oss")
     tools = Tools(tools=[Tool.model_validate(WEATHER)] if with_tools else [])
     own = Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
     grammar = grammar_of_answer(load_format("gpt_oss"), tools, own, tokenizer, is_thinking=False)
-    assert grammar is not None
-    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule
     final, thought = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     texts = {final + '{"a":1}': True, thought + final + '{"a":1}': True, '{"a":1}': False, final + "Hm.": False}
     texts |= {IN_FORM["gpt_oss"]: with_tools}
     for text, want in texts.items():
-        own_rule = rule(grammar)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert (own_rule.num_allowed(tokens) == len(tokens)) == want, text
+        assert allows(grammar, tokenizer, text) == want, text
     parser = AnswerParser(load_format("gpt_oss"), "<|start|>assistant", with_calls=False)
     parts = [*parser.feed(thought + final + '{"a":1}'), *parser.finish()]
     assert "".join(part.text for part in parts if part.kind == "content") == '{"a":1}'
@@ -296,10 +271,7 @@ def test_a_form_goes_on_in_an_answer_that_the_prompt_has_opened(tiny: Tiny) -> N
 def test_an_answer_may_be_opened_where_nothing_is_known_of_reasoning(tiny: Tiny) -> None:
     form, tokenizer = replace(load_format("gpt_oss"), thinking=None), tiny.plain.tokenizer
     grammar = grammar_of_answer(form, Tools(), Grammar.choice(["Bern", "Rome"]), tokenizer, is_thinking=False)
-    assert grammar is not None
-    rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
-    tokens = tokenizer("<|channel|>final<|message|>Rome", add_special_tokens=False)["input_ids"]
-    assert rule.num_allowed(tokens) == len(tokens)
+    assert allows(grammar, tokenizer, "<|channel|>final<|message|>Rome")
 
 
 def in_strict(tool: Any, **changes: Any) -> Any:
@@ -309,6 +281,7 @@ def in_strict(tool: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "is_special"),
     [
+        ("hermes", False),
         ("mistral", True),
         ("mistral", False),
         ("mistral_list", True),
@@ -316,8 +289,11 @@ def in_strict(tool: Any, **changes: Any) -> Any:
         ("gpt_oss", True),
     ],
 )
-def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) -> None:
-    make, tokenizer = strict_rule(tiny, name, [in_strict(WEATHER)], is_special=is_special)
+def test_strict_tools_bind_calls_wherever_they_begin(tiny: Tiny, name: str, is_special: bool) -> None:
+    tokenizer = with_markers(tiny, name) if is_special else tiny.plain.tokenizer
+    loose, strict = (Tools(tools=[Tool.model_validate(tool)]) for tool in (WEATHER, in_strict(WEATHER)))
+    assert grammar_of_answer(load_format(name), loose, None, tokenizer, is_thinking=False) is None
+    grammar = grammar_of_answer(load_format(name), strict, None, tokenizer, is_thinking=False)
     call = IN_FORM[name]
     texts = {"": True, "Sun [x]": True, ' {"x": 1}': True, call: True}
     texts |= {
@@ -337,28 +313,25 @@ def test_strict_tools_of_other_formats(tiny: Tiny, name: str, is_special: bool) 
             texts |= {first: True, first.replace("Bern", "Oslo"): False, first.replace("weather", "time"): False}
         case "mistral":
             texts["[THINK]Is it?[/THINK]Yes."] = True
+        case "hermes":
+            texts["Sun < rain, <tool>."] = True
     if name != "gpt_oss":
         texts |= {f"See: {call}": True, f"See: {call.replace('Bern', 'Oslo')}": is_alone, f"See: {call}{call}": True}
     for text, is_allowed in texts.items():
-        rule, token_ids = make(), tokenizer.encode(text, add_special_tokens=False)
-        assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
+        assert allows(grammar, tokenizer, text) is is_allowed, text
 
 
 def test_calls_in_other_notations_are_let_through_beside_a_form(tiny: Tiny) -> None:
     """Only calls whose arguments are JSON are bound."""
     own = Grammar.choice(["Bern", "Rome"])
     for name in ("qwen3_5", "glm4_5", "gemma4"):
-        tokenizer = copy.deepcopy(tiny.plain.tokenizer)
-        tokenizer.add_special_tokens({"extra_special_tokens": MARKERS.get(name, [])})
+        tokenizer = with_markers(tiny, name)
         tools = Tools(tools=[Tool.model_validate(in_strict(WEATHER))])
         assert grammar_of_answer(load_format(name), tools, None, tokenizer, is_thinking=False) is None
         grammar = grammar_of_answer(load_format(name), tools, own, tokenizer, is_thinking=False)
-        assert grammar is not None
         call = call_text(name, "weather", {"city": "Oslo", "days": 3})
         for text, is_allowed in ((call, True), (call + "Oslo", False), ("Bern", True), ("Oslo", False)):
-            rule = Grammars(tokenizer, len(tokenizer), {tokenizer.eos_token_id}).rule(grammar)
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            assert (rule.num_allowed(token_ids) == len(token_ids)) is is_allowed, text
+            assert allows(grammar, tokenizer, text) is is_allowed, text
 
 
 @pytest.mark.slow
@@ -464,43 +437,6 @@ def test_bad_fields_are_named(server: Running, body: Any, param: str, message: s
     assert error["param"] == param
 
 
-def streamed(client: OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], int]:
-    """Names and arguments of the calls that a stream brings, and how many deltas they came in."""
-    calls: list[tuple[str, str]] = []
-    deltas = 0
-    for chunk in ask(client, **asked, stream=True):
-        for part in chunk.choices[0].delta.tool_calls or []:
-            if part.index == len(calls):
-                calls.append(("", ""))
-            name, arguments = calls[part.index]
-            calls[part.index] = name + (part.function.name or ""), arguments + (part.function.arguments or "")
-            deltas += 1
-    return calls, deltas
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
-def test_calls_are_forced_as_json_in_notations_that_are_not(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """The model reasons as it always does, and the client gets JSON, whole or as it is written."""
-    file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE)
-    asked: Any = {"tools": [in_strict(WEATHER)], "tool_choice": NAMED, "max_tokens": 200}
-    with running(tiny.engine(), chat_template=file, answer_format=name) as server, openai_client(server) as client:
-        (choice,) = ask(client, **asked, temperature=1).choices
-        (call,) = choice.message.tool_calls
-        assert choice.finish_reason == "stop"
-        validate(json.loads(call.function.arguments), SCHEMA)
-        calls, deltas = streamed(client, **asked, temperature=1)
-        assert calls == [(call.function.name, call.function.arguments)]
-        assert deltas > 4, "arguments come before the call is complete"
-        if name == "qwen3_5":
-            extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
-            (choice,) = ask(client, **asked, extra_body=extra).choices
-            assert choice.message.reasoning_content
-            validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
-        assert ask(client, tools=[in_strict(WEATHER)], max_tokens=5).choices[0].finish_reason == "length"
-
-
 @pytest.mark.slow
 def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_path: Path) -> None:
     with running(tiny.engine()) as server, openai_client(server) as client:
@@ -518,26 +454,3 @@ def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_pat
         pytest.raises(openai.BadRequestError, match="chat-template"),
     ):
         ask(client)
-
-
-@pytest.mark.slow
-def test_the_bundled_model_calls_and_goes_on(tmp_path: Path) -> None:
-    """The client's loop with a trained model and the default policy: forced call, result, answer in words."""
-    file = tmp_path / "chat.jinja"
-    file.write_text(TEMPLATE)
-    messages: list[Any] = [{"role": "user", "content": "How will the weather be in Rome?"}]
-    with running(Engine.from_pretrained(), chat_template=file) as server, openai_client(server) as client:
-        (choice,) = ask(client, messages=messages, tool_choice=NAMED, temperature=0).choices
-        (call,) = choice.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        validate(arguments, SCHEMA)
-        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": f"Sun: {arguments}"}]
-        answers = []
-        for stream in (False, True):
-            asked = {"messages": messages, "tool_choice": "none", "max_tokens": 24, "temperature": 0, "stream": stream}
-            answer = ask(client, **asked)
-            parts = [answer.choices[0].message] if not stream else [part.choices[0].delta for part in answer]
-            assert not any(part.tool_calls for part in parts)
-            answers.append("".join(part.content or "" for part in parts))
-        assert answers[0] == answers[1] != ""
-        server.settle()

@@ -4,13 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from volley.serve.errors import ApiError
-from volley.serve.fields import BLOCKS, IGNORED, Body, FunctionName, Strict, Text, first_problem, refusal, without_nulls
-from volley.serve.messages import MARKS, without
+from volley.serve.fields import BLOCKS, IGNORED, Body, FunctionName, Strict, Text, refusal
+from volley.serve.messages import MARKS
 from volley.serve.protocol import ChatRequest, Sampling, StopString
-from volley.serve.responses import here
+from volley.serve.responses import chat_of
 
 CALLED_HERE = {
     "stop": "stop_sequences",
@@ -20,15 +19,10 @@ CALLED_HERE = {
     "response_format.json_schema": "output_config.format",
 }
 """Names that the fields of a chat request have in this endpoint."""
-_UNREAD = (*MARKS, "caller", "citations", "toolset_name")
-"""Fields of content blocks that the model never sees."""
 
 
 class _Block(Strict):
-    @model_validator(mode="before")
-    @classmethod
-    def _without_marks(cls, data: Any) -> Any:
-        return without(without_nulls(data), _UNREAD)
+    unread = (*MARKS, "caller", "citations", "toolset_name")
 
 
 class TextBlock(_Block):
@@ -92,17 +86,13 @@ class Turn(Strict):
 
 
 class OfferedTool(Strict):
+    unread = (*MARKS, "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
+
     type: Literal["custom"] = "custom"
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_marks(cls, data: Any) -> Any:
-        unread = (*MARKS, "allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
-        return without(without_nulls(data), unread)
 
 
 def _own_tools(given: Any) -> Any:
@@ -125,8 +115,6 @@ class CallChoice(Strict):
     name: FunctionName | None = None
     disable_parallel_tool_use: bool = False
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
-
     @model_validator(mode="after")
     def _names_a_tool(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
@@ -143,8 +131,6 @@ class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
     display: str | None = None  # no effect: reasoning is always in the answer
-
-    _drop_nulls = model_validator(mode="before")(without_nulls)
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> Self:
@@ -166,8 +152,6 @@ class JsonFormat(Strict):
 class OutputConfig(Strict):
     effort: str | None = None
     format: JsonFormat | None = None
-
-    _drop_nulls = model_validator(mode="before")(without_nulls)
 
 
 class CountRequest(Body):
@@ -209,12 +193,8 @@ class CountRequest(Body):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
-        try:
-            return ChatRequest.model_validate(self._fields())
-        except ValidationError as error:
-            message, param = first_problem(error.errors())
-            raise here(ApiError(400, message, param=param), CALLED_HERE) from None
+        """Translate the request into a chat request. Raises as :func:`chat_of` does."""
+        return chat_of(self._fields(), CALLED_HERE)
 
     def _fields(self) -> dict[str, Any]:
         messages = _messages(self.system, self.messages)

@@ -7,7 +7,7 @@ from typing import Any
 from volley.serve.call_reader import Part
 from volley.serve.errors import ApiError
 from volley.serve.events import EventDialect
-from volley.serve.parsing import AnswerParser
+from volley.serve.parsing import PlainText
 from volley.serve.replies import Choice, Object, Usage
 
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
@@ -24,7 +24,7 @@ class MessagesDialect(EventDialect):
         prompt: Sequence[int],
         stops: Sequence[str],
         decode: Callable[[Sequence[int]], str],
-        parser: AnswerParser | None,
+        parser: PlainText,
     ) -> None:
         """Create the dialect. ``decode`` returns the text of tokens including special ones; ``stops`` are searched in it."""
         super().__init__(model, spell, parser)
@@ -78,7 +78,7 @@ class MessagesDialect(EventDialect):
         elif self._stop_sequence is not None:
             self._stop_reason = "stop_sequence"
         else:
-            self._stop_reason = "tool_use" if self._parser and self._parser.num_calls else "end_turn"
+            self._stop_reason = "tool_use" if self._parser.num_calls else "end_turn"
 
     def _found(self, choice: Choice) -> str | None:
         """Return the stop sequence that ended the answer. The choice's tokens still contain it; its text does not."""
@@ -132,7 +132,7 @@ class MessagesDialect(EventDialect):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached,
             "output_tokens": usage.completion,
-            "output_tokens_details": {"thinking_tokens": self._reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
         }
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -35,30 +35,26 @@ T = TypeVar("T", ChatRequest, CompletionRequest, MessagesRequest, ResponsesReque
 OpenJob = Callable[[Service, T, str], Awaitable[tuple[Job, Dialect]]]
 """Function ``open_job(service, body, client)`` that returns a request's job and the dialect that writes its answer."""
 
-_ERROR: dict[str, Any] = {
-    "description": "An error in OpenAI's form",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
+
+class Problem(BaseModel):
+    """Contents of an error in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Body of an error in OpenAI's form."""
+
+    error: Problem
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": "An error in OpenAI's form", "model": Error}
+    for status in (400, 401, 404, 408, 413, 429, 500, 503, 504)
 }
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 404, 408, 413, 429, 500, 503, 504), _ERROR)
 
 
 def create_app(service: Service, config: ServeConfig) -> FastAPI:
@@ -77,17 +73,13 @@ def create_app(service: Service, config: ServeConfig) -> FastAPI:
             await asyncio.to_thread(service.worker.stop)
 
     http = HttpMetrics()
-    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)]
-    if config.cors_origins:
-        cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
-        middleware.insert(0, cors)
     app = FastAPI(
         title="volley",
         version=volley.__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        middleware=middleware,
+        middleware=[Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)],
         responses=_ERRORS,
     )
     _handle_errors(app)
@@ -111,8 +103,6 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     async def answer(body: T, request: Request, open_job: OpenJob[T]) -> Response:
         timeout = _timeout(config, request)
         service.check_name(body.model)
-        if config.log_prompts:
-            request.state.fields["body"] = body.model_dump(exclude_unset=True)
         started = time.monotonic()
         service.preparing += 1
         try:
@@ -152,11 +142,7 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """List the served model."""
-        page = {
-            "has_more": False,
-            "first_id": service.model,
-            "last_id": service.model,
-        }  # paging fields of Anthropic's API
+        page = {"has_more": False, "first_id": service.model, "last_id": service.model}  # Anthropic's API has them
         return {"object": "list", "data": [service.card(started)], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)

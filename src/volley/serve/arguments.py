@@ -204,19 +204,22 @@ class TaggedArguments(_Arguments):
         return None
 
 
-def _refuse(word: str) -> Any:
+def refuse_word(word: str) -> Any:
+    """Refuse NaN and the infinities, which Python reads."""
     raise ValueError(f"JSON has no {word}")
 
 
 def _finite(number: str) -> float:
-    return value if math.isfinite(value := float(number)) else _refuse(number)
+    return value if math.isfinite(value := float(number)) else refuse_word(number)
 
 
 def _read_as(text: str, types: set[str]) -> Any:
     """Return the text as a value of one of ``types``, or unchanged."""
     word = text.strip()
     try:
-        value: Any = _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_refuse, parse_float=_finite)
+        value: Any = (
+            _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=refuse_word, parse_float=_finite)
+        )
     except (ValueError, RecursionError):
         return text
     own = _type_of(value)
@@ -284,7 +287,7 @@ class QuotedArguments(_Arguments):
             return None
         word, self._buffer = self._buffer[:end].strip(), self._buffer[end:]
         try:
-            is_json = not self._is_key and not isinstance(json.loads(word, parse_constant=_refuse), str)
+            is_json = not self._is_key and not isinstance(json.loads(word, parse_constant=refuse_word), str)
         except ValueError:
             is_json = False
         return word if is_json else json.dumps(word, ensure_ascii=False)

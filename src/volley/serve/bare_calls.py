@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 from referencing import Registry
 
+from volley.serve.arguments import refuse_word
 from volley.serve.call_reader import Part, new_call_id
 from volley.serve.values import Strings
 
@@ -80,7 +81,7 @@ class BareCalls:
         if head is None:
             return None
         try:
-            value, end = json.JSONDecoder(strict=False, parse_constant=_refuse).raw_decode(self._text, head.end())
+            value, end = json.JSONDecoder(strict=False, parse_constant=refuse_word).raw_decode(self._text, head.end())
         except (ValueError, RecursionError):
             return None
         rest, fence = self._text[end:].strip(), _FENCE if head[1] else ""
@@ -96,7 +97,7 @@ class BareCalls:
         if len(given) != 1 or fields.get("type", "function") != "function":
             return None
         try:
-            arguments = json.loads(given[0], parse_constant=_refuse) if isinstance(given[0], str) else given[0]
+            arguments = json.loads(given[0], parse_constant=refuse_word) if isinstance(given[0], str) else given[0]
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             text.encode()
         except (ValueError, RecursionError):
@@ -128,7 +129,3 @@ def is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
         return bool(checked(schema, registry=Registry()).is_valid(value))
     except Exception:  # a client's schema may raise anything
         return False
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"JSON has no {word}")

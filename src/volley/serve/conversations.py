@@ -100,14 +100,7 @@ def tools_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """Write arguments as JSON text: DeepSeek's templates insert them unchanged between their markers."""
-
-    def with_text(call: dict[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": text}}
-
-    return [_with_calls(message, with_text) for message in messages]
+    return _with_arguments(messages, lambda own: own if isinstance(own, str) else json.dumps(own, ensure_ascii=False))
 
 
 def no_content_beside_calls(messages: Sequence[Message]) -> list[Message]:
@@ -117,14 +110,15 @@ def no_content_beside_calls(messages: Sequence[Message]) -> list[Message]:
 
 def arguments_as_objects(messages: Sequence[Message]) -> list[Message]:
     """Wrap arguments that are not an object, because the model wrote none or was cut: some templates iterate over them."""
+    return _with_arguments(messages, lambda own: {"arguments": own} if isinstance(own, str) else own)
 
-    def with_object(call: dict[str, Any]) -> dict[str, Any]:
+
+def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        arguments = function["arguments"]
-        own = {"arguments": arguments} if isinstance(arguments, str) else arguments
-        return {**call, "function": {**function, "arguments": own}}
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
-    return [_with_calls(message, with_object) for message in messages]
+    return [_with_calls(message, changed) for message in messages]
 
 
 def _with_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from volley.serve.call_reader import Part
-from volley.serve.parsing import AnswerParser
+from volley.serve.parsing import PlainText
 from volley.serve.replies import Choice, Dialect, Object, Usage
 from volley.serve.worker import End, Piece
 
@@ -11,11 +11,10 @@ from volley.serve.worker import End, Piece
 class EventDialect(Dialect):
     """Dialect of requests with one answer. A whole answer is built from the events that would stream it."""
 
-    def __init__(self, model: str, spell: Callable[[int], str], parser: AnswerParser | None) -> None:
-        """Create the dialect. ``parser`` splits the answer into parts; ``None``: the answer is plain text."""
-        super().__init__(model, spell, logprobs=False, mark_draft=False, include_usage=False)
+    def __init__(self, model: str, spell: Callable[[int], str], parser: PlainText) -> None:
+        """Create the dialect. ``parser`` splits the answer into parts."""
+        super().__init__(model, spell)
         self._parser = parser
-        self._reasoning_tokens = 0
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> Object:
         (choice,) = choices
@@ -35,18 +34,11 @@ class EventDialect(Dialect):
         yield from self._finish(end.finish_reason, sent)
 
     def _read(self, texts: Sequence[str]) -> Iterator[Object]:
-        for text in texts:
-            if self._parser is None:
-                parts = [Part("content", text)] if text else []
-            else:
-                before = self._parser.is_thinking
-                parts = self._parser.feed(text)
-                self._reasoning_tokens += before or self._parser.is_thinking
-            for part in parts:
-                yield from self._take(part)
+        for part in self._parser.read(texts):
+            yield from self._take(part)
 
     def _finish(self, finish_reason: str | None, choice: Choice) -> Iterator[Object]:
-        for part in self._parser.finish() if self._parser else []:
+        for part in self._parser.finish():
             yield from self._take(part)
         yield from self._end(finish_reason, choice)
 

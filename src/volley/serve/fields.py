@@ -51,11 +51,6 @@ def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def without_nulls(data: Any) -> Any:
-    """Drop null fields: they request nothing, and clients send messages of answers back unchanged."""
-    return {k: v for k, v in data.items() if v is not None} if isinstance(data, Mapping) else data
-
-
 IGNORED: ContextVar[dict[str, str] | None] = ContextVar("ignored", default=None)
 """Unknown fields of the body under validation, each with its replacement if known. ``None``: unknown fields are refused."""
 _MOST_IGNORED = 20
@@ -63,11 +58,16 @@ _MOST_IGNORED = 20
 
 
 class Strict(BaseModel):
-    """Object with known fields of exact types. Unknown fields are refused, or recorded in :data:`IGNORED`."""
+    """Object with known fields of exact types. Unknown fields are refused, or recorded in :data:`IGNORED`.
+
+    Null fields are dropped: they request nothing, and clients send messages of answers back unchanged.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
     may_ignore: ClassVar[bool] = True
     """True if unknown fields may be ignored. Ignoring one in an object that constrains the answer would weaken the constraint."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Fields that clients send and the model never sees."""
 
     @classmethod
     def names(cls) -> set[str]:
@@ -77,8 +77,11 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _are_known(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
         names, ignored = cls.names(), IGNORED.get()
-        unknown = [name for name in data if name not in names] if isinstance(data, Mapping) else []
+        data = {name: value for name, value in data.items() if value is not None and name not in cls.unread}
+        unknown = [name for name in data if name not in names]
         if not unknown:
             return data
         remedies = {name: cls.remedy(name) for name in islice(unknown, _MOST_IGNORED)}

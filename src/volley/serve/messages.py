@@ -8,43 +8,29 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from transformers import PreTrainedTokenizerBase
 
-from volley.serve.fields import FunctionName, Strict, Text, refusal, without_nulls
+from volley.serve.fields import FunctionName, Strict, Text, refusal
 
 _TAKEN = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 """Names that template variables cannot have."""
 
-
-_UNREAD = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks")
-"""Fields of an answer's message, also from gateways and the openai client's ``parse``, that clients send back and no template
-reads."""
 _KINDS = {"text", "message"}
 """Values that some clients send as the type of a whole message."""
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 """Fields that mark prompt prefixes to cache; here every prompt is cached."""
 
 
-def without(data: Any, names: Sequence[str]) -> Any:
-    return {k: v for k, v in data.items() if k not in names} if isinstance(data, Mapping) else data
-
-
 class TextPart(Strict):
+    unread = MARKS
+
     type: Literal["text"]
     text: Text
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_marks(cls, data: Any) -> Any:
-        return without(data, MARKS)
-
 
 class FunctionCall(Strict):
+    unread = ("parsed_arguments",)  # added by the openai client's ``parse``
+
     name: Text
     arguments: Text
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_it_was_written(cls, data: Any) -> Any:
-        return without(data, ("parsed_arguments",))  # added by the openai client's ``parse``
 
     def decoded_arguments(self) -> dict[str, Any] | str:
         """Return the arguments as the object that templates need, or as text if the model wrote no object or was cut."""
@@ -68,6 +54,12 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
+    unread = (
+        *MARKS,
+        *("annotations", "parsed", "provider_specific_fields", "reasoning_details", "refusal", "thinking_blocks"),
+    )
+    """Fields of an answer that gateways and the openai client's ``parse`` add, and that clients send back."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)] = ""
     name: str | None = None
@@ -78,9 +70,9 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        kept = without(without_nulls(data), _UNREAD + MARKS)
-        return without(kept, ("type",)) if isinstance(kept, Mapping) and kept.get("type") in _KINDS else kept
+    def _without_its_type(cls, data: Any) -> Any:
+        is_whole = isinstance(data, Mapping) and data.get("type") in _KINDS
+        return {**data, "type": None} if is_whole else data
 
     @model_validator(mode="after")
     def _suits_its_role(self) -> Self:
@@ -129,8 +121,6 @@ class Function(Strict):
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema; left out, the function takes nothing.")
     strict: bool | None = Field(None, description="Arguments are always valid under the schema.")
-
-    _drop_nulls = model_validator(mode="before")(without_nulls)
 
 
 class Tool(Strict):

@@ -20,8 +20,40 @@ from volley.serve.values import Strings, TaggedValues, Values
 Event = Mapping[str, Any]
 
 
-class AnswerParser:
-    """Parser of one answer: receives text; :meth:`finish` returns what was held back.
+class PlainText:
+    """Parser of one answer that is content alone: receives text; :meth:`finish` returns what was held back."""
+
+    num_calls = 0
+    reasoning_tokens = 0
+
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether reasoning is open."""
+        return False
+
+    @property
+    def is_answering(self) -> bool:
+        """Return whether an answer is open."""
+        return False
+
+    def read(self, texts: Sequence[str]) -> list[Part]:
+        """Return the parts that the texts of new tokens add, and count reasoning tokens."""
+        parts = []
+        for text in texts:
+            before = self.is_thinking
+            parts += self.feed(text)
+            self.reasoning_tokens += before or self.is_thinking
+        return parts
+
+    def feed(self, text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+class AnswerParser(PlainText):
+    """Parser of one answer in a model's format.
 
     White space around reasoning and calls belongs to the format and is dropped. An answer with neither is unchanged.
     """
@@ -56,7 +88,6 @@ class AnswerParser:
         self._held = ""  # white space, dropped unless content follows
         self._strips = False
         self._is_broken = self._is_ending = False
-        self.num_calls = 0
         begun = [part for event in self._parser.initial_events for part in self._read(event)]
         self._held = ""  # it belongs to the prompt
         is_whole = not any(part.kind == "content" for part in begun)
@@ -64,17 +95,14 @@ class AnswerParser:
 
     @property
     def is_thinking(self) -> bool:
-        """Return whether reasoning is open."""
         return self._region == "thinking"
 
     @property
     def is_answering(self) -> bool:
-        """Return whether an answer is open."""
         return self._region == "content"
 
     def feed(self, text: str) -> list[Part]:
-        text_alone = [Part("content", text)] if text else []
-        parts = text_alone if self._is_broken else self._parse(lambda: self._parser.feed(text))
+        parts = super().feed(text) if self._is_broken else self._parse(lambda: self._parser.feed(text))
         return parts if self._bare is None else self._bare.feed(parts)
 
     def finish(self) -> list[Part]:

@@ -13,7 +13,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from volley.errors import ConfigError
 from volley.params import DiffusionMode, DiffusionParams, SamplingParams, Strategy
-from volley.serve.fields import OPENAI_WITHOUT_EFFECT, Body, Strict, Text, refusal, without_nulls
+from volley.serve.fields import OPENAI_WITHOUT_EFFECT, Body, Strict, Text, refusal
 from volley.serve.grammars import GrammarFields, grammar_of
 from volley.serve.messages import Message, Reasoning, Tools
 
@@ -324,8 +324,6 @@ class TokenizeRequest(Reasoning, Tools):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool = False
-
-    _drop_nulls = model_validator(mode="before")(without_nulls)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

@@ -12,7 +12,7 @@ from volley.decode.sampling import Score
 from volley.results import GenerationStats
 from volley.serve.call_reader import Part
 from volley.serve.errors import ApiError
-from volley.serve.parsing import AnswerParser
+from volley.serve.parsing import PlainText
 from volley.serve.worker import End, Piece, Sketched
 
 Object = dict[str, Any]
@@ -106,9 +106,9 @@ class Dialect:
         model: str,
         spell: Callable[[int], str],
         *,
-        logprobs: bool,
-        mark_draft: bool,
-        include_usage: bool,
+        logprobs: bool = False,
+        mark_draft: bool = False,
+        include_usage: bool = False,
         continuous_usage: bool = False,
         prompts: Sequence[Sequence[int]] = (),
         prompt_logprobs: int | None = None,
@@ -201,16 +201,13 @@ class Dialect:
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
         """Yield the choices of a choice's last chunks."""
-        yield self._delta(end.choice, Choice(), sent, end.finish_reason)
-
-    def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
-        if part.text or self._tells_tokens:
-            yield self._delta(index, part, sent, None)
-
-    def _choice(self, index: int, choice: Choice) -> Object:
         raise NotImplementedError
 
-    def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
+    def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
+        """Yield the choices of chunks that stream ``part``."""
+        raise NotImplementedError
+
+    def _choice(self, index: int, choice: Choice) -> Object:
         raise NotImplementedError
 
 
@@ -225,7 +222,7 @@ class ChatDialect(Dialect):
         spell: Callable[[int], str],
         *,
         bytes_of: Callable[[int], list[int] | None],
-        parsers: Sequence[AnswerParser] = (),
+        parsers: Sequence[PlainText],
         is_named: bool = False,
         **options: Any,
     ) -> None:
@@ -238,7 +235,6 @@ class ChatDialect(Dialect):
         self.parsers = parsers
         self.is_named = is_named
         self._has_told_prompt = False
-        self._reasoning_tokens = 0
 
     def opening(self, index: int, choice: Choice) -> Iterator[Object]:
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -256,57 +252,34 @@ class ChatDialect(Dialect):
         return own
 
     def _choice(self, index: int, choice: Choice) -> Object:
-        message: Object = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self.parsers:
-            message |= _message([*self._feed(index, choice.texts), *self.parsers[index].finish()])
+        parser = self.parsers[index]
+        message = {"role": "assistant", "refusal": None} | _message([*parser.read(choice.texts), *parser.finish()])
         reason = self._reason(index, choice.finish_reason)
         own = {"index": index, "message": message, "logprobs": self._logprobs(choice), "finish_reason": reason}
         return own | self._ids(choice)
 
     def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
-        if not self.parsers:
-            yield from super()._deltas(index, part, sent)
-            return
         told = {"logprobs": self._logprobs(part)} | self._ids(part)
-        deltas = [_delta_of(own) for own in _merged(self._feed(index, part.texts))]
+        deltas = [_delta_of(own) for own in _merged(self.parsers[index].read(part.texts))]
         for delta in deltas or ([{}] if self._tells_tokens else []):
             yield {"index": index, "delta": delta, "finish_reason": None} | told
             told = {"logprobs": None}
 
     def ending(self, end: End, sent: Choice) -> Iterator[Object]:
         index = end.choice
-        if self.parsers:
-            for part in _merged(self.parsers[index].finish()):
-                yield {"index": index, "delta": _delta_of(part), "logprobs": None, "finish_reason": None}
+        for part in _merged(self.parsers[index].finish()):
+            yield {"index": index, "delta": _delta_of(part), "logprobs": None, "finish_reason": None}
         reason = self._reason(index, end.finish_reason)
         yield {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def _delta(self, index: int, part: Choice, sent: Choice, finish_reason: str | None) -> Object:
-        return {
-            "index": index,
-            "delta": {"content": part.text},
-            "logprobs": self._logprobs(part),
-            "finish_reason": finish_reason,
-            **self._ids(part),
-        }
-
-    def _feed(self, index: int, texts: Sequence[str]) -> list[Part]:
-        """Parse the texts of new tokens, and count reasoning tokens."""
-        parser, parts = self.parsers[index], []
-        for text in texts:
-            before = parser.is_thinking
-            parts += parser.feed(text)
-            self._reasoning_tokens += before or parser.is_thinking
-        return parts
-
     def _reason(self, index: int, reason: str | None) -> str | None:
         """Return the finish reason: ``tool_calls`` only for calls that the model chose to make, as in OpenAI's API."""
-        called = bool(self.parsers) and self.parsers[index].num_calls > 0 and not self.is_named
+        called = self.parsers[index].num_calls > 0 and not self.is_named
         return "tool_calls" if reason == "stop" and called else reason
 
     def _usage(self, usage: Usage) -> Object:
         own = usage.to_json()
-        own["completion_tokens_details"]["reasoning_tokens"] = self._reasoning_tokens
+        own["completion_tokens_details"]["reasoning_tokens"] = sum(parser.reasoning_tokens for parser in self.parsers)
         return own
 
     def _logprobs(self, part: Choice) -> Object | None:
@@ -407,6 +380,13 @@ class CompletionDialect(Dialect):
         logprobs = self._logprobs(whole, self._start(index))
         own = {"index": index, "text": whole.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return own | self._ids(choice) | self._of_prompt(index, choice)
+
+    def ending(self, end: End, sent: Choice) -> Iterator[Object]:
+        yield self._delta(end.choice, Choice(), sent, end.finish_reason)
+
+    def _deltas(self, index: int, part: Choice, sent: Choice) -> Iterator[Object]:
+        if part.text or self._tells_tokens:
+            yield self._delta(index, part, sent, None)
 
     def _start(self, index: int) -> int:
         """Return the text offset of the first token, which is negative if that token is no part of the text."""

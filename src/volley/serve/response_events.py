@@ -9,7 +9,7 @@ from volley.params import SamplingParams
 from volley.serve.call_reader import Part
 from volley.serve.errors import ApiError
 from volley.serve.events import EventDialect
-from volley.serve.parsing import AnswerParser
+from volley.serve.parsing import PlainText
 from volley.serve.replies import Choice, Object, Usage
 from volley.serve.responses import ResponsesRequest
 from volley.serve.worker import Sketched
@@ -29,7 +29,7 @@ class ResponsesDialect(EventDialect):
         spell: Callable[[int], str],
         body: ResponsesRequest,
         params: SamplingParams,
-        parser: AnswerParser | None,
+        parser: PlainText,
     ) -> None:
         super().__init__(model, spell, parser)
         self._body, self._params = body, params
@@ -161,7 +161,8 @@ class ResponsesDialect(EventDialect):
             "input_tokens": own["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": own["completion_tokens"],
-            "output_tokens_details": own["completion_tokens_details"] | {"reasoning_tokens": self._reasoning_tokens},
+            "output_tokens_details": own["completion_tokens_details"]
+            | {"reasoning_tokens": self._parser.reasoning_tokens},
             "total_tokens": own["total_tokens"],
         }
 

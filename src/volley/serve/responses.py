@@ -17,12 +17,13 @@ from volley.serve.fields import (
     Text,
     first_problem,
     refusal,
-    without_nulls,
 )
-from volley.serve.messages import MARKS, without
+from volley.serve.messages import MARKS
 from volley.serve.protocol import ChatRequest, Diffusion, Sampling
 
 _OTHER_TOOLS = {"custom", "image_generation", "local_shell", "namespace", "web_search", "web_search_preview"}
+_PARSED = ("parsed", "parsed_arguments")
+"""Fields that the openai client's ``parse`` adds to an answer."""
 _CALLED_HERE = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -33,31 +34,22 @@ _CALLED_HERE = {
 """Names that the fields of a chat request have in this endpoint."""
 
 
-def _as_it_was_written(data: Any) -> Any:
-    """Drop nulls and the fields that the openai client's ``parse`` adds to an answer."""
-    kept = without_nulls(data)
-    return {k: v for k, v in kept.items() if not k.startswith("parsed")} if isinstance(kept, Mapping) else kept
-
-
 class _Item(Strict):
     """Item of an answer that a client sends back. Its id and status mean nothing to the model."""
+
+    unread = _PARSED
 
     id: str | None = None
     status: str | None = None
 
-    _drop_nulls = model_validator(mode="before")(_as_it_was_written)
-
 
 class ContentPart(Strict):
+    unread = (*_PARSED, *MARKS)
+
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: Text
     annotations: list[Any] = Field(default_factory=list)
     logprobs: list[Any] = Field(default_factory=list)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls_and_marks(cls, data: Any) -> Any:
-        return without(_as_it_was_written(data), MARKS)
 
 
 Content = Text | list[ContentPart]
@@ -139,8 +131,6 @@ class FunctionTool(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    _drop_nulls = model_validator(mode="before")(without_nulls)
-
 
 class ChosenFunction(Strict):
     type: Literal["function"]
@@ -161,8 +151,6 @@ class TextFormat(Strict):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-
-    _drop_nulls = model_validator(mode="before")(without_nulls)
 
 
 class TextOptions(Strict):
@@ -249,7 +237,7 @@ class ResponsesRequest(Body, Sampling):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Translate the request into a chat request. Raises :class:`ApiError` (400) that names fields as this endpoint does."""
+        """Translate the request into a chat request. Raises as :func:`chat_of` does."""
         form = self.text.format
         body: dict[str, Any] = {
             "model": self.model,
@@ -272,11 +260,7 @@ class ResponsesRequest(Body, Sampling):
         if form is not None:
             inner = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             body["response_format"] = {"type": form.type} | ({"json_schema": inner} if form.schema_ is not None else {})
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            message, param = first_problem(error.errors())
-            raise here(ApiError(400, message, param=param)) from None
+        return chat_of(body)
 
 
 def _choice(given: Any) -> Any:
@@ -288,6 +272,15 @@ def _choice(given: Any) -> Any:
             allowed = {"mode": given.mode, "tools": [_choice(tool) for tool in given.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return given
+
+
+def chat_of(fields: Mapping[str, Any], called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ChatRequest:
+    """Return the chat request with these fields. Raises :class:`ApiError` (400) that names fields as :func:`here` does."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        message, param = first_problem(error.errors())
+        raise here(ApiError(400, message, param=param), called) from None
 
 
 def here(error: ApiError, called: Mapping[str, str] = MappingProxyType(_CALLED_HERE)) -> ApiError:

@@ -29,7 +29,7 @@ from volley.serve.grammars import asked_for, compile_grammar
 from volley.serve.markers import special_tokens
 from volley.serve.messages import NamedTool, for_template
 from volley.serve.metrics import Metrics
-from volley.serve.parsing import AnswerParser
+from volley.serve.parsing import AnswerParser, PlainText
 from volley.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from volley.serve.replies import ChatDialect, CompletionDialect, Dialect, Echo
 from volley.serve.response_events import ResponsesDialect
@@ -137,7 +137,7 @@ class Service:
             job, parsers = await self.converse(chat, client)
         except ApiError as error:
             raise here(error) from None
-        return job, ResponsesDialect(self.model, self.spell, body, job.params[0], parsers[0] if parsers else None)
+        return job, ResponsesDialect(self.model, self.spell, body, job.params[0], parsers[0])
 
     async def message(self, body: MessagesRequest, client: str = "") -> tuple[Job, Dialect]:
         try:
@@ -145,9 +145,7 @@ class Service:
         except ApiError as error:
             raise here(error, CALLED_HERE) from None
         stops = job.params[0].stop
-        return job, MessagesDialect(
-            self.model, self.spell, job.prompts[0], stops, self.decode, parsers[0] if parsers else None
-        )
+        return job, MessagesDialect(self.model, self.spell, job.prompts[0], stops, self.decode, parsers[0])
 
     async def count_tokens(self, body: CountRequest) -> dict[str, int]:
         self.check(body.model)
@@ -166,8 +164,8 @@ class Service:
 
     async def converse(
         self, body: ChatRequest, client: str = "", most: int | None = None
-    ) -> tuple[Job, list[AnswerParser]]:
-        """Return the job of a conversation and the parsers of its answers, if any are needed.
+    ) -> tuple[Job, Sequence[PlainText]]:
+        """Return the job of a conversation and the parsers of its answers.
 
         An answer without its own limit has at most ``most`` tokens, or as many as fit the context.
         """
@@ -183,17 +181,17 @@ class Service:
         if asked is None:
             room = max(1, self._engine.room(len(token_ids), params))
             params = replace(params, max_tokens=min(room, most or self.most_tokens or room))
-        parsers: list[AnswerParser] = []
+        parsers: Sequence[PlainText] = [PlainText() for _ in range(body.n)]
         if form is not None:
             tools = [tool.for_template() for tool in body.offered]
-            is_bare = self.config.bare_calls and not body.is_forced and not asked_for(body)
+            is_bare = not body.is_forced and not asked_for(body)
             own: Any = {"tools": tools, "with_calls": bool(tools), "bare_calls": is_bare}
             parsers = [AnswerParser(form, prompt, **own) for _ in range(body.n)]
             shows = self._shows_special_tokens(form) or not body.skip_special_tokens
             params = replace(params, skip_special_tokens=not shows)
         grammar = await compile_grammar(self._engine.grammars, body)  # errors name a field
         params = replace(params, grammar=grammar)
-        params = await self._bind(params, body, form, parsers[0] if parsers else None)
+        params = await self._bind(params, body, form, parsers[0])
         params = self._held_open(params, body.min_tokens)
         others = replace(params, prompt_logprobs=None)  # one of the answers reads the prompt for all of them
         choices = [params, *(others.for_choice(choice) for choice in range(1, body.n))]
@@ -264,15 +262,14 @@ class Service:
         return any(token in markers for token in special_tokens(self._engine.tokenizer))
 
     async def _bind(
-        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: AnswerParser | None
+        self, params: SamplingParams, body: ChatRequest, form: AnswerFormat | None, parser: PlainText
     ) -> SamplingParams:
         """Return the parameters with the grammar of the whole answer and its reasoning budget. ``parser`` has read the prompt."""
-        tokenizer = self._engine.tokenizer
-        is_thinking, is_answering = (parser.is_thinking, parser.is_answering) if parser else (False, False)
+        tokenizer, is_thinking = self._engine.tokenizer, parser.is_thinking
         field = "tools" if body.offered else next((asked[0] for asked in asked_for(body)), "response_format")
         try:
             grammar = grammar_of_answer(
-                form, body, params.grammar, tokenizer, is_thinking=is_thinking, is_answering=is_answering
+                form, body, params.grammar, tokenizer, is_thinking=is_thinking, is_answering=parser.is_answering
             )
             if grammar is not None:
                 await asyncio.to_thread(self._engine.grammars.compile, grammar)
