@@ -358,3 +358,12 @@ def test_a_schema_that_refers_to_itself_in_many_ways_is_read_at_once() -> None:
     root = {"$defs": {**parts, "end": {"type": "string"}}}
     assert types_of({"$ref": "#/$defs/p0"}, root) == set()
     assert types_of({"anyOf": [{"$ref": "#/$defs/p0"}, {"$ref": "#/$defs/end"}]}, root) == {"string"}
+
+
+@pytest.mark.slow
+def test_cors_is_off_unless_asked_for(server: Running, tiny: Tiny) -> None:
+    asked = {"origin": "http://elsewhere.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.client.get("/v1/models", headers=asked).headers
+    with running(tiny.engine(), cors_origins=("http://elsewhere.example",)) as open_server:
+        answer = open_server.client.options("/v1/completions", headers=asked)
+        assert answer.headers["access-control-allow-origin"] == "http://elsewhere.example"

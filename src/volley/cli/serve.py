@@ -18,7 +18,7 @@ PACE = (
     "reservoir_tokens",
 )
 """Settings for Python: how a server recalibrates."""
-LIMITS = ("receive_timeout", "shutdown_timeout")
+LIMITS = ("bare_calls", "receive_timeout", "shutdown_timeout")
 """Settings of the server for Python."""
 
 

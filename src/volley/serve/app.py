@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -73,13 +74,17 @@ def create_app(service: Service, config: ServeConfig) -> FastAPI:
             await asyncio.to_thread(service.worker.stop)
 
     http = HttpMetrics()
+    middleware = [Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)]
+    if config.cors_origins:
+        cors = Middleware(CORSMiddleware, config.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        middleware.insert(0, cors)
     app = FastAPI(
         title="volley",
         version=volley.__version__,
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        middleware=[Middleware(Gate, config, ApiKeys.load(config.api_key_file), http)],
+        middleware=middleware,
         responses=_ERRORS,
     )
     _handle_errors(app)
@@ -103,6 +108,8 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     async def answer(body: T, request: Request, open_job: OpenJob[T]) -> Response:
         timeout = _timeout(config, request)
         service.check_name(body.model)
+        if config.log_prompts:
+            request.state.fields["body"] = body.model_dump(exclude_unset=True)
         started = time.monotonic()
         service.preparing += 1
         try:
@@ -142,7 +149,11 @@ def _add_routes(app: FastAPI, service: Service, config: ServeConfig) -> None:
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """List the served model."""
-        page = {"has_more": False, "first_id": service.model, "last_id": service.model}  # Anthropic's API has them
+        page = {
+            "has_more": False,
+            "first_id": service.model,
+            "last_id": service.model,
+        }  # paging fields of Anthropic's API
         return {"object": "list", "data": [service.card(started)], **page}
 
     @app.get("/v1/models/{model:path}", response_class=Response)

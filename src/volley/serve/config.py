@@ -25,6 +25,8 @@ class ServeConfig:
     answer_format: str = "auto"
     """Format of reasoning and tool calls in answers: auto detects it from the chat template; none, a format's name, or a JSON
     file."""
+    bare_calls: bool = True
+    """Under tool_choice auto, treat an answer that is one JSON object with a tool's name and valid arguments as a call."""
     chat_template: str | None = None
     """Name of one of the tokenizer's chat templates, or file of a Jinja template, to use for every conversation."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -42,8 +44,12 @@ class ServeConfig:
     """Largest request body in bytes."""
     shutdown_timeout: float = 60.0
     """Seconds that running requests get to finish after SIGTERM."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call the server, * for all; none by default."""
     strict: bool = False
     """Refuse requests with unknown fields instead of ignoring the fields."""
+    log_prompts: bool = False
+    """Log request bodies, prompts included."""
 
     def __post_init__(self) -> None:
         positive = ("request_timeout", "receive_timeout", "max_body_bytes", "shutdown_timeout")

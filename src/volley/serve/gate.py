@@ -81,26 +81,28 @@ class Gate:
 
     def _check(self, scope: Scope, headers: Mapping[str, str]) -> str:
         """Return the API key; empty if none is required."""
-        key = self._check_client(headers) if scope["path"].startswith(_GUARDED) else ""
+        key = ""
+        if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
+            key = self._check_client(headers)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.config.max_body_bytes:
             raise too_large(self.config.max_body_bytes)
         return key
 
     def _check_client(self, headers: Mapping[str, str]) -> str:
-        """Return the accepted API key; empty if the server asks for none."""
-        if not self.keys:
-            return ""
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
-        key = next((own for own in given if own and self.keys.accepts(own)), "")
-        if not key:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+        """Check the API key."""
+        key = ""
+        if self.keys:
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
+            key = next((own for own in given if own and self.keys.accepts(own)), "")
+            if not key:
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
         return key
 
     def _limited(self, receive: Receive) -> Receive:
