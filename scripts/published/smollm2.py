@@ -42,7 +42,7 @@ CARD = """\
 
 A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers,
 block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
-Exported, it drafts in llama.cpp what it drafts here, but for rare tokens; with volley's plugin it does so in vLLM
+Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM
 (`tests/llamacpp`, `tests/vllm`).
 
 It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses

@@ -118,7 +118,12 @@ def test_the_published_pair(tmp_path: Path) -> None:
     own = volley_answers(target, tmp_path / "drafter.gguf", 3, prompts)
     options = ["-md", str(tmp_path / "drafter.gguf"), "--spec-type", "draft-dspark", "--spec-draft-n-max", "3"]
     with llama_server(tmp_path / "log", "-m", str(target), *options, *EXACT) as client:
-        assert own == [ask(client, prompt, MAX_TOKENS) for prompt in prompts]
+        theirs = [ask(client, prompt, MAX_TOKENS) for prompt in prompts]
+    for answer, other in zip(own, theirs, strict=True):
+        assert replace(answer, accepted=0) == replace(other, accepted=0)
+        assert abs(answer.accepted - other.accepted) <= 1, (
+            "the last draft is counted otherwise if the answer ends within it"
+        )
     assert sum(answer.accepted for answer in own) > 20
 
 
