@@ -39,7 +39,7 @@ DISCONNECTS = 0.1
 
 
 @dataclass
-class Ask:
+class DraftSpec:
     """One request and what its client will do."""
 
     kind: str
@@ -86,7 +86,7 @@ class Expected:
         return "".join(detokenizer.push(t, last=i == len(tokens) - 1) for i, t in enumerate(tokens))
 
 
-def asks(expected: Expected, requests: int, chance: random.Random) -> Iterator[Ask]:
+def specs(expected: Expected, requests: int, chance: random.Random) -> Iterator[DraftSpec]:
     for _ in range(requests):
         kind = chance.choice(["greedy", "greedy", "sampled", "penalised", "many"])
         stream = chance.random() < 0.6
@@ -102,20 +102,20 @@ def asks(expected: Expected, requests: int, chance: random.Random) -> Iterator[A
         is_compared = kind in ("greedy", "many")  # others are compared with themselves, so they must be met again
         prompt = chance.choice(expected.prompts if is_compared else expected.prompts[:8])
         max_tokens = chance.randint(1, LONGEST) if is_compared else chance.choice([12, LONGEST])
-        yield Ask(kind, prompt, max_tokens, stream, body, leave_after)
+        yield DraftSpec(kind, prompt, max_tokens, stream, body, leave_after)
 
 
 class Gone(Exception):
     """The client has left, as it had planned."""
 
 
-async def read(client: httpx.AsyncClient, ask: Ask) -> list[str]:
+async def read(client: httpx.AsyncClient, spec: DraftSpec) -> list[str]:
     """The texts of all choices."""
-    body = {"prompt": ask.prompt, "max_tokens": ask.max_tokens, "stream": ask.stream, **ask.body}
-    texts = [""] * ask.body.get("n", 1)
-    if not ask.stream:
+    body = {"prompt": spec.prompt, "max_tokens": spec.max_tokens, "stream": spec.stream, **spec.body}
+    texts = [""] * spec.body.get("n", 1)
+    if not spec.stream:
         try:
-            async with asyncio.timeout(ask.leave_after):
+            async with asyncio.timeout(spec.leave_after):
                 response = (await client.post("/v1/completions", json=body)).raise_for_status()
         except TimeoutError:
             raise Gone from None
@@ -124,7 +124,7 @@ async def read(client: httpx.AsyncClient, ask: Ask) -> list[str]:
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if ask.leave_after is not None and chunks >= ask.leave_after:
+            if spec.leave_after is not None and chunks >= spec.leave_after:
                 raise Gone
             if line == "data: [DONE]":
                 return texts
@@ -135,26 +135,26 @@ async def read(client: httpx.AsyncClient, ask: Ask) -> list[str]:
     raise AssertionError("the stream ended without [DONE]")
 
 
-async def one(client: httpx.AsyncClient, ask: Ask, expected: Expected, outcome: Outcome) -> None:
+async def one(client: httpx.AsyncClient, spec: DraftSpec, expected: Expected, outcome: Outcome) -> None:
     try:
-        texts = await read(client, ask)
+        texts = await read(client, spec)
     except Gone:
         outcome.counts["left"] += 1
         return
     except (httpx.HTTPError, AssertionError, KeyError) as error:
         outcome.counts["failed"] += 1
-        outcome.problems.append(f"{ask}: {error!r}")
+        outcome.problems.append(f"{spec}: {error!r}")
         return
-    outcome.counts[ask.kind] += 1
-    if ask.kind in ("greedy", "many"):
-        wanted = expected.text(ask.prompt, ask.max_tokens)
+    outcome.counts[spec.kind] += 1
+    if spec.kind in ("greedy", "many"):
+        wanted = expected.text(spec.prompt, spec.max_tokens)
     else:
-        key = repr((ask.prompt, ask.max_tokens, ask.body))
+        key = repr((spec.prompt, spec.max_tokens, spec.body))
         outcome.counts["met again"] += key in outcome.sampled
         wanted = outcome.sampled.setdefault(key, texts[0])
     if any(text != wanted for text in texts):
         outcome.counts["different"] += 1
-        outcome.problems.append(f"{ask}: {texts} instead of {wanted!r}")
+        outcome.problems.append(f"{spec}: {texts} instead of {wanted!r}")
 
 
 def resident_mib() -> float:
@@ -165,14 +165,14 @@ def resident_mib() -> float:
 async def attack(
     server: Running, expected: Expected, requests: int, concurrency: int, seed: int, outcome: Outcome
 ) -> None:
-    queue = asks(expected, requests, random.Random(seed))
+    queue = specs(expected, requests, random.Random(seed))
     began, done = time.monotonic(), 0
     limits = httpx.Limits(max_connections=concurrency)
 
     async def worker(client: httpx.AsyncClient) -> None:
         nonlocal done
-        for ask in queue:  # one iterator for all
-            await one(client, ask, expected, outcome)
+        for spec in queue:  # one iterator for all
+            await one(client, spec, expected, outcome)
             done += 1
             if done % max(1, requests // 20) == 0:
                 outcome.memory.append((done, resident_mib()))

@@ -52,7 +52,7 @@ class Repeats(volley.Proposer):
 
     def propose(self, works: Sequence[Any], *, with_confidence: bool) -> float:
         for work in works:
-            work.proposal.token_ids += [work.request.anchor] * work.ask.positions
+            work.proposal.token_ids += [work.request.anchor] * work.spec.positions
         return 0.0
 
 
@@ -63,7 +63,7 @@ class Halves(volley.Policy):
         return [view.draft(self.block_size - 1) for view in views]
 
     def trim(self, cycles: Sequence[Any]) -> list[int]:
-        return [cycle.ask.size // 2 for cycle in cycles]
+        return [cycle.spec.size // 2 for cycle in cycles]
 
 
 def test_an_engine_takes_a_policy_and_a_proposer_from_outside(pair: Pair) -> None:

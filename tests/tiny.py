@@ -165,7 +165,7 @@ class Taught(BlockProposer):
         for work in works:
             request = work.request
             answer = self.answers[tuple(request.token_ids[: request.num_prompt])]
-            for position in range(work.ask.positions):
+            for position in range(work.spec.positions):
                 index = request.num_output + position
                 if index < len(answer) and (index + request.num_prompt) % 5:
                     logits[row, answer[index]] = 100.0 + position

@@ -11,7 +11,7 @@ from tests.tiny import Pair
 from volley import Engine
 from volley.decode.late import Reading
 from volley.decode.sampling import token_probs
-from volley.decode.work import Ask, Proposal, Rule, Verdict, Work, Works
+from volley.decode.work import DraftSpec, Proposal, Rule, Verdict, Work, Works
 from volley.engine.states import TargetPages
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
@@ -31,8 +31,8 @@ class Guess(Proposer):
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         for work in works:
-            size, params = work.ask.positions, work.request.params
-            if work.ask.rule is not Rule.SPECULATIVE:
+            size, params = work.spec.positions, work.request.params
+            if work.spec.rule is not Rule.SPECULATIVE:
                 work.proposal = Proposal([int(self.logits.argmax())] * size, confidence=[0.5] * size)
                 continue
             q = token_probs(self.logits.expand(size, -1).clone(), params)
@@ -106,15 +106,15 @@ class RatioOnTrees(Speculative):
 
 
 class TopPIgnored(Speculative):
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         request.params = replace(request.params, top_p=1.0)
-        return super().next_work(request, ask)
+        return super().next_work(request, spec)
 
 
 class PenaltiesIgnored(Speculative):
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         request.rules = ()
-        return super().next_work(request, ask)
+        return super().next_work(request, spec)
 
 
 class Leak(Speculative):

@@ -14,7 +14,7 @@ from volley.decode import constrained
 from volley.decode.constrained import Following, columns, grow_constrained, walk_constrained
 from volley.decode.rules import Bits, Constraint, TokenRule, allowed_choice, apply_rules, forced_tokens, make_rules
 from volley.decode.sampling import PositionNoise, Purpose, draw, race, token_probs
-from volley.decode.work import Ask, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Work
 from volley.native.sampling import allowed_best
 from volley.params import SamplingParams
 
@@ -64,9 +64,9 @@ def rows(seed: int) -> Tensor:
     return torch.randn(LEVELS, V, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], ask: Ask) -> Work[Any]:
+def asked(params: SamplingParams, seed: int, rules: Sequence[TokenRule], spec: DraftSpec) -> Work[Any]:
     request = SimpleNamespace(params=params, noise=PositionNoise(seed), rules=tuple(rules), anchor=0, length=40)
-    return Work(request, ask)
+    return Work(request, spec)
 
 
 def following(logits: Tensor) -> Following:
@@ -79,12 +79,12 @@ def looping(logits: Tensor) -> Following:
 
 
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
-    work = asked(params, seed, [Rising()], Ask(Shape.TREE, Rule.MATCH, count, LEVELS))
+    work = asked(params, seed, [Rising()], DraftSpec(Shape.TREE, Rule.MATCH, count, LEVELS))
     return grow_constrained(following(logits), work)
 
 
 def drafted(logits: Tensor, params: SamplingParams, rule: Rule, seed: int, rules: Sequence[TokenRule]) -> Proposal:
-    work = asked(params, seed, rules, Ask(Shape.CHAIN, rule, LEVELS, LEVELS))
+    work = asked(params, seed, rules, DraftSpec(Shape.CHAIN, rule, LEVELS, LEVELS))
     return walk_constrained(following(logits), work, CPU, with_confidence=True)
 
 
@@ -124,7 +124,7 @@ def test_a_loop_that_looks_at_allowed_tokens_alone_drafts_the_same() -> None:
     for seed in range(10):
         logits = rows(seed).bfloat16()
         logits[2, 5:] = -torch.inf  # what the drafter cannot say
-        work = asked(SamplingParams(), seed, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
+        work = asked(SamplingParams(), seed, [Rising()], DraftSpec(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
         found, expected = (
             walk_constrained(own, work, CPU, with_confidence=True) for own in (looping(logits), following(logits))
         )
@@ -148,7 +148,7 @@ def test_distributions_of_certain_tokens_go_where_they_are_verified(monkeypatch:
     monkeypatch.setattr(constrained, "upload", lambda array, device: sent.append(device) or torch.from_numpy(array))
     only = Rising()
     monkeypatch.setattr(constrained, "forced_tokens", lambda rules, path, most: [3, 6, 9, 12][len(path) :][:most])
-    work = asked(SamplingParams(temperature=1.0), 0, [only], Ask(Shape.CHAIN, Rule.SPECULATIVE, LEVELS, LEVELS))
+    work = asked(SamplingParams(temperature=1.0), 0, [only], DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, LEVELS, LEVELS))
     elsewhere = torch.device("cuda", 0)
     proposal = walk_constrained(following(torch.zeros(LEVELS, V)), work, elsewhere)
     assert proposal.token_ids == [3, 6, 9, 12]
@@ -163,7 +163,7 @@ def test_a_drafter_with_a_state_reads_forced_tokens_and_others_are_not_asked() -
             asked_at.append((at, token))
             return columns(torch.zeros(1, V).index_fill(1, torch.tensor([3, 6, 9]), 1.0), among)
 
-        work = asked(SamplingParams(), 0, [Rising()], Ask(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
+        work = asked(SamplingParams(), 0, [Rising()], DraftSpec(Shape.CHAIN, Rule.GREEDY, LEVELS, LEVELS))
         assert walk_constrained(Following(logits, V, is_stateful), work, CPU).token_ids == [3, 6, 9, 12]
         assert asked_at == [(0, 0), (1, 3), (2, 6), (3, 9)][: 3 + is_stateful]
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.made_up import decoding
 from volley.decode.late import Reading, count_accepted, draft_tokens, late_proposals, read_drafts
 from volley.decode.verify import verify_choices
-from volley.decode.work import Ask, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Work
 from volley.procedures.request import Request
 
-CHAIN = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3)
+CHAIN = DraftSpec(Shape.CHAIN, Rule.GREEDY, 3, 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=5), st.booleans())

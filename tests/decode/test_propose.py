@@ -21,7 +21,7 @@ from volley.decode.propose import (
     walk_sampled,
 )
 from volley.decode.sampling import PositionNoise, Purpose, race, token_probs
-from volley.decode.work import Ask, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Work
 from volley.params import SamplingParams
 from volley.procedures.request import Request
 
@@ -33,7 +33,7 @@ PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
 def block(positions: int, anchor: int, seed: int, first: int, params: SamplingParams = PARAMS) -> Work[Request]:
     """So many positions from ``first`` on, to be walked from ``anchor``."""
     request = decoding([0] * (first - 1) + [anchor], params, noise=PositionNoise(seed))
-    return Work(request, Ask(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
+    return Work(request, DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
 
 
 def read_walk(
@@ -77,12 +77,12 @@ def test_blocks_walked_side_by_side_do_not_mix(sizes: list[int], seed: int) -> N
     for walk in (walk_sampled, walk_coupled):
         start = 0
         for work, found in zip(blocks, read_walk(walk, after, blocks), strict=True):
-            own = table[start : start + work.ask.positions]
+            own = table[start : start + work.spec.positions]
             (alone,) = read_walk(walk, lambda rows, tokens, own=own: own[rows, tokens], [work])
             assert found.token_ids == alone.token_ids
             if alone.draft_probs is not None:
                 assert torch.equal(found.draft_probs, alone.draft_probs)
-            start += work.ask.positions
+            start += work.spec.positions
 
 
 @pytest.mark.slow

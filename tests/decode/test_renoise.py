@@ -23,7 +23,7 @@ from volley.decode.canvas import Canvas, CoupledNoise, Look
 from volley.decode.renoise import Renoise
 from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise, token_probs
-from volley.decode.work import Ask, Rule, Shape
+from volley.decode.work import DraftSpec, Rule, Shape
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.params import DiffusionParams, SamplingParams
@@ -221,7 +221,7 @@ def denoised(count: int, sampling: SamplingParams, **changes: Any) -> tuple[int,
         diffusion = replace(PARAMS, canvas_length=ROWS, **changes)
         rules = make_rules(sampling, [1, 2], LARGE, torch.device("cpu"))
         own = request([1, 2], replace(sampling, diffusion=diffusion), procedure=procedure, rules=rules)
-        work = procedure.next_work(own, Ask(Shape.CHAIN, Rule.GREEDY))
+        work = procedure.next_work(own, DraftSpec(Shape.CHAIN, Rule.GREEDY))
         work.rows = slice(index * ROWS, (index + 1) * ROWS)
         requests.append(own)
         works.append(work)

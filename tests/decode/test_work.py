@@ -2,21 +2,23 @@
 
 import pytest
 
-from volley.decode.work import NO_DRAFT, Ask, Rule, Shape, Verdict, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Rule, Shape, Verdict, Work
 
 
 @pytest.mark.parametrize(("size", "left"), [(-3, 0), (0, 0), (2, 2), (5, 5), (9, 5)])
 def test_a_chain_that_is_cut_drafts_no_more_than_it_verifies(size: int, left: int) -> None:
-    assert Ask(Shape.CHAIN, Rule.MATCH, 5, 5, 0.2).cut(size) == Ask(Shape.CHAIN, Rule.MATCH, left, left, 0.2)
+    assert DraftSpec(Shape.CHAIN, Rule.MATCH, 5, 5, 0.2).cut(size) == DraftSpec(
+        Shape.CHAIN, Rule.MATCH, left, left, 0.2
+    )
 
 
 def test_a_tree_that_is_cut_keeps_its_levels_and_a_copy_has_none() -> None:
-    assert Ask(Shape.TREE, Rule.GREEDY, 12, 5).cut(7) == Ask(Shape.TREE, Rule.GREEDY, 7, 5)
-    assert Ask(Shape.COPY, Rule.GREEDY, 12).cut(7) == Ask(Shape.COPY, Rule.GREEDY, 7)
+    assert DraftSpec(Shape.TREE, Rule.GREEDY, 12, 5).cut(7) == DraftSpec(Shape.TREE, Rule.GREEDY, 7, 5)
+    assert DraftSpec(Shape.COPY, Rule.GREEDY, 12).cut(7) == DraftSpec(Shape.COPY, Rule.GREEDY, 7)
 
 
 def test_a_work_counts_known_tokens_and_the_draft() -> None:
-    work = Work(None, Ask(Shape.TREE, Rule.GREEDY, 12, 5), num_known=3)  # type: ignore[type-var]
+    work = Work(None, DraftSpec(Shape.TREE, Rule.GREEDY, 12, 5), num_known=3)  # type: ignore[type-var]
     assert work.num_tokens == 15
     work.verdict = Verdict(2, [7, 8, 9], (1, 4))
     assert work.num_kept == 5
@@ -27,7 +29,7 @@ def test_a_work_keeps_the_first_rows_of_a_chain_and_a_path_of_a_tree() -> None:
     work = Work(None, NO_DRAFT, num_known=3)  # type: ignore[type-var]
     work.verdict = Verdict(2, [7, 8, 9])
     assert list(work.kept_rows) == [0, 1, 2, 3, 4]
-    work = Work(None, Ask(Shape.TREE, Rule.GREEDY, 12, 5))  # type: ignore[type-var]
+    work = Work(None, DraftSpec(Shape.TREE, Rule.GREEDY, 12, 5))  # type: ignore[type-var]
     work.verdict = Verdict(2, [7, 8, 9], (1, 4))
     assert list(work.kept_rows) == [0, 1, 4]
     work.verdict = Verdict(0, [7], ())

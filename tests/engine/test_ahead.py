@@ -27,7 +27,7 @@ from tests.tiny import (
     target_config,
 )
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.engine import ahead, capacity
 from volley.engine.engine import Engine as AnyEngine
 from volley.engine.states import DraftRing
@@ -444,11 +444,11 @@ class Observing(Fixed):
         super().__init__()
         self.seen = list[list[float]]()
 
-    def cuts(self, ask: Ask) -> bool:
+    def cuts(self, spec: DraftSpec) -> bool:
         return False
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
-        self.seen += [list(cycle.confidence[:3]) for cycle in cycles if cycle.ask.size == self.block_size - 1]
+        self.seen += [list(cycle.confidence[:3]) for cycle in cycles if cycle.spec.size == self.block_size - 1]
 
 
 COLD = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.05, draft_temperature=15.0, seed=2)

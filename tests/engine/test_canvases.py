@@ -354,7 +354,7 @@ def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch
         def measured(*given: Any, largest: list[int] = largest, schedule: Any = schedule) -> Any:
             step = schedule(*given)
             riders = sum(
-                work.ask.size - len(work.proposal.token_ids) for work in step.works if work.kind is Kind.VERIFY
+                work.spec.size - len(work.proposal.token_ids) for work in step.works if work.kind is Kind.VERIFY
             )
             largest[0] = max(largest[0], riders)
             return step

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.engine.states import DraftContext
 from volley.policies.base import Policy, View
 
@@ -25,7 +25,7 @@ class Seldom(Policy):
     def __init__(self) -> None:
         self.cycle = 0
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         self.cycle += 1
         return [view.draft(0 if self.cycle % 5 else 3) for view in views]
 

@@ -21,7 +21,7 @@ WORDS = (
     "kind",
     "tags",
     "size",
-    "unit price",
+    "unit threshold",
     "löschen",
     "items",
     "note",

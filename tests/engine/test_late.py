@@ -9,7 +9,7 @@ import pytest
 from tests.costs import settle
 from tests.tiny import Pair, block_proposer, greedy, make_pair, random_drafter, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.engine.step import Step
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Cycle, Policy, View
@@ -98,10 +98,10 @@ class Watching(Policy):
     def __init__(self, *, cuts: bool) -> None:
         self._cuts, self.seen = cuts, list[tuple[bool, list[float], list[bool]]]()
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(self.block_size - 1) for view in views]
 
-    def cuts(self, ask: Ask) -> bool:
+    def cuts(self, spec: DraftSpec) -> bool:
         return self._cuts
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
@@ -133,14 +133,14 @@ def test_drafters_whose_tokens_depend_on_each_other_are_read_at_once(pair: Pair)
 
 def test_goodput_cuts_nothing_where_it_would_have_to_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     settle(monkeypatch, token=0.3)
-    prices = []
+    thresholds = []
     for late in (False, True):
         engine = taught(pair, late=late, policy="goodput:drafts")
         seen = watched(engine, monkeypatch)
         run(engine)
-        prices.append({cycle.ask.price for step in seen for cycle in step.cycles})
-    assert max(prices[0]) > 0
-    assert prices[1] == {0.0}
+        thresholds.append({cycle.spec.threshold for step in seen for cycle in step.cycles})
+    assert max(thresholds[0]) > 0
+    assert thresholds[1] == {0.0}
 
 
 def test_the_seconds_of_a_late_cycle_are_shared_as_was_expected() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from tests.engine.test_policies import Climbing, Copying, made, random_pilot
 from tests.tiny import VOCAB, Pair, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Proposal, Verdict, Work
+from volley.decode.work import DraftSpec, Proposal, Verdict, Work
 from volley.engine.engine import Engine as AnyEngine
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
@@ -20,7 +20,7 @@ from volley.memory.kv_store import KVStore
 from volley.models.drafters.backlog import Backlog
 from volley.policies.base import Cycle, Policy, View
 
-OF_ONE_STEP = (Work, Ask, Proposal, Verdict, View, Cycle, Step, RaggedBatch, Segment)
+OF_ONE_STEP = (Work, DraftSpec, Proposal, Verdict, View, Cycle, Step, RaggedBatch, Segment)
 NOT_STATE = (nn.Module, KVStore, Backlog, torch.dtype, torch.device, type, random.Random)
 """Models and K/V, those to be made too, which are no part of any step."""
 SKIPPED = {"stats", "chunks", "target", "hf", "model"}
@@ -100,11 +100,11 @@ class Hoarding(Policy):
         self.what = what
         self.kept: dict[str, Any] = {}
 
-    def decide(self, views: Any, under_way: int) -> list[Ask]:
-        asks = [view.draft(2) for view in views]
+    def decide(self, views: Any, under_way: int) -> list[DraftSpec]:
+        specs = [view.draft(2) for view in views]
         if self.what in ("views", "asks"):
-            self.kept["before"] = [views, asks][self.what == "asks"]
-        return asks
+            self.kept["before"] = [views, specs][self.what == "asks"]
+        return specs
 
     def observe(self, cycles: Any) -> None:
         if self.what == "cycles":

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import VOCAB, Pair, block_proposer, teach
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.policies.base import Policy, View
@@ -47,7 +47,7 @@ class Everything(Policy):
 
     uses_lookup = True
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [
             view.draft(view.limit, nodes=40) if view.request_id % 2 or not view.found else view.copy(len(view.found))
             for view in views

@@ -220,7 +220,7 @@ def test_a_wrong_draft_that_is_not_finite_changes_nothing(name: str, sampling: s
     def script(work: Any) -> list[int]:
         request = work.request
         answer = answers[tuple(request.token_ids[: request.num_prompt])]
-        following = answer[request.num_output :][: work.ask.positions]
+        following = answer[request.num_output :][: work.spec.positions]
         tried.append(len(following))
         return [*following[:place], BAD, *following[place + 1 :]][: len(following)]
 

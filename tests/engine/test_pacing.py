@@ -12,7 +12,7 @@ from tests.made_up import decoding, with_batch
 from tests.tiny import Pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.lookup import Lookup
-from volley.decode.work import NO_DRAFT, Ask, Verdict, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Verdict, Work
 from volley.engine.pacing import Pacing
 from volley.engine.step import Step
 from volley.policies.base import Cycle, Policy, View
@@ -31,7 +31,7 @@ class Spy(Policy):
         self.cycles: list[Cycle] = []
         self.prompts: list[int] = []
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         self.views += views
         return [view.draft(2) for view in views]
 
@@ -63,7 +63,7 @@ def test_a_request_whose_procedure_shows_nothing_is_not_the_policys_to_decide() 
     shown, hidden = decoding([1, 2, 3], request_id=1), decoding([1, 2, 3], request_id=2, procedure=Unpaced())
     works = pacing(policy).decide([hidden, shown], 2)
     assert [view.request_id for view in policy.views] == [1]
-    assert {work.request.request_id: work.ask.size for work in works} == {1: 2, 2: 0}
+    assert {work.request.request_id: work.spec.size for work in works} == {1: 2, 2: 0}
     pacing(own := Spy()).decide([hidden], 1)
     assert own.views == []
 
@@ -193,7 +193,7 @@ def test_requests_rest_as_the_policy_says_unless_they_draft(every: int, awake: l
     own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_rest=True)
     policy.attach(6, costs)
     works = [Work(request, NO_DRAFT) for request in requests]
-    works[3].ask = own.decide([requests[3]], 7)[0].ask
+    works[3].spec = own.decide([requests[3]], 7)[0].spec
     own.let_rest(works, requests, 7)
     assert [request.request_id for request in requests if not request.rests] == awake
     own.can_rest = False

@@ -17,7 +17,7 @@ from volley import Engine, SamplingParams
 from volley.decode import lookup
 from volley.decode.late import Reading
 from volley.decode.sampling import Purpose, draw, token_probs
-from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work, Works
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work, Works
 from volley.errors import ConfigError
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.pilot import PilotConfig, net_for
@@ -40,28 +40,28 @@ class Restless(Policy):
     def __init__(self) -> None:
         self.turn = 0
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         self.turn += 1
-        return [self.ask(view) for view in views]
+        return [self.spec(view) for view in views]
 
-    def ask(self, view: View) -> Ask:
+    def spec(self, view: View) -> DraftSpec:
         return view.draft((self.turn + 3 * view.request_id) % 6)
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         for cycle in cycles:
             own = cycle.confidence
-            if cycle.ask.shape is Shape.TREE:
-                assert len(own) <= cycle.ask.size
+            if cycle.spec.shape is Shape.TREE:
+                assert len(own) <= cycle.spec.size
                 assert own == sorted(own, reverse=True)
             else:
-                assert len(own) == cycle.ask.positions
+                assert len(own) == cycle.spec.positions
         return [max(0, len(cycle.confidence) - (self.turn + cycle.request_id) % 3) for cycle in cycles]
 
 
 class Climbing(Restless):
     """Asks for chains and trees by turns, and prunes the trees."""
 
-    def ask(self, view: View) -> Ask:
+    def spec(self, view: View) -> DraftSpec:
         nodes = (0, 7, 0, 3)[(self.turn + (view.rule is Rule.SPECULATIVE)) % 4]
         return view.draft((self.turn + 3 * view.request_id) % 6, nodes)
 
@@ -71,10 +71,10 @@ class Copying(Restless):
 
     uses_lookup = True
 
-    def ask(self, view: View) -> Ask:
+    def spec(self, view: View) -> DraftSpec:
         assert all(0 < sure < 1 for sure in view.found)
         count = min(len(view.found), (self.turn + view.request_id) % 7)
-        return view.copy(count) if count else super().ask(view)
+        return view.copy(count) if count else super().spec(view)
 
 
 def random_pilot(drafter: Drafter | None = None) -> Pilot:
@@ -165,7 +165,7 @@ class DrawingAgain(Speculative):
         super().absorb(works, logits).read()
         for work in works:
             request, verdict = work.request, work.verdict
-            if work.ask.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:
+            if work.spec.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:
                 probs = token_probs(logits[work.rows][:1], request.params)
                 verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, request.length, 1)).tolist()
         return Reading()
@@ -191,7 +191,7 @@ class Peeking(Fixed):
         for cycle in cycles:
             proposal = proposals.get(cycle.request_id)
             if proposal is None or proposal.draft_probs is None:
-                sizes.append(cycle.ask.size)
+                sizes.append(cycle.spec.size)
                 continue
             best = proposal.draft_probs.argmax(dim=-1).tolist()
             kept = [token == top for token, top in zip(proposal.token_ids, best, strict=True)]

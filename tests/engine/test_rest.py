@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Work
+from volley.decode.work import DraftSpec, Work
 from volley.engine import states
 from volley.engine.states import DraftContext
 from volley.policies.base import Cycle, Policy, View
@@ -25,7 +25,7 @@ class Naps(Policy):
     def __init__(self, every: Callable[[int], int]) -> None:
         self.every, self.cycle = every, 0
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         self.cycle += 1
         drafts = 3 * (self.every(self.cycle) == 1)
         return [view.draft(drafts if view.request_id % 3 else 3) for view in views]

@@ -7,7 +7,7 @@ import torch
 from tests.made_up import request
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Work
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
@@ -48,7 +48,7 @@ def test_prompts_chains_and_trees_share_a_pass(pair: Pair) -> None:
         own.computed = own.length
         own.append([7], 0)
 
-    works: list[Work[Request]] = [Work(own, Ask(Shape.CHAIN, Rule.GREEDY, 2, 2)) for own in requests]
+    works: list[Work[Request]] = [Work(own, DraftSpec(Shape.CHAIN, Rule.GREEDY, 2, 2)) for own in requests]
     works[0].proposal = Proposal([5, 6])
     works[1].proposal = Proposal([5, 6, 8], parents=(0, 0, 1))
     texts = [[[], [5], [5, 6]], [[], [5], [6], [5, 8]], [[]]]

@@ -121,11 +121,11 @@ def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
         nonlocal foreseen
         forward(step)
         (work,) = step.works
-        matched.append(work.ask.rule is Rule.MATCH)
+        matched.append(work.spec.rule is Rule.MATCH)
         assert matched[-1] or request.length >= foreseen
         assert work.proposal.draft_probs is None or not matched[-1]
         if matched[-1] and work.proposal.token_ids:
-            foreseen = max(foreseen, request.length + work.ask.positions)
+            foreseen = max(foreseen, request.length + work.spec.positions)
 
     forward = engine.core.runner.forward
     monkeypatch.setattr(engine.core.runner, "forward", see)
@@ -274,7 +274,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works, **_: Any) -> li
     proposals = propose.walk_sampled(after, works)
     row = 0
     for work, proposal in zip(works, proposals, strict=True):
-        size, request = work.ask.positions, work.request
+        size, request = work.spec.positions, work.request
         rows = list(range(row, row + size))
         proposal.draft_probs = token_probs(after(rows, [request.anchor] * size), request.params)
         row += size

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.made_up import costs, random_path, random_tree, request, with_batch
 from volley.config import CapacityConfig
-from volley.decode.work import Ask, Kind, Proposal, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Kind, Proposal, Shape, Verdict, Work
 from volley.engine.pacing import Pacing
 from volley.engine.scheduler import Scheduler
 from volley.engine.states import Sequences, TargetPages
@@ -34,10 +34,10 @@ class Whims(Policy):
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        return [self.ask(view) for view in views]
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
+        return [self.spec(view) for view in views]
 
-    def ask(self, view: View) -> Ask:
+    def spec(self, view: View) -> DraftSpec:
         if view.found and self.chance.random() < 0.4:
             return view.copy(self.chance.randint(1, 20))
         return view.draft(self.chance.randrange(BLOCK), self.chance.choice([0, 0, 3, 9]))
@@ -114,8 +114,8 @@ class World:
         sizes = [work.num_tokens for work in went_on if work.kind is Kind.DECODE]
         read = sum(work.num_known for work in step.works if work.kind is Kind.PREFILL)
         assert read <= max(most - sum(sizes), -(-most // 8)), "prompts take what is left, and at least an eighth"
-        larger = [work for work in went_on if work.ask.shape is not Shape.CHAIN]
-        extra = sum(max(0, work.ask.size - work.ask.positions) for work in larger)
+        larger = [work for work in went_on if work.spec.shape is not Shape.CHAIN]
+        extra = sum(max(0, work.spec.size - work.spec.positions) for work in larger)
         chains = sum(sizes) - extra
         assert extra <= max(0, most - chains) // 2, "trees and copies take half of what chains leave"
         priorities = [own.params.priority for own in running]
@@ -135,13 +135,13 @@ class World:
         if work.kind is Kind.PREFILL:
             if own.computed + work.num_known == own.length:
                 work.verdict = Verdict(0, [token])
-        elif work.ask.shape is Shape.TREE:
-            work.proposal = random_tree(work.ask.size, VOCAB, self.chance)
-            path = random_path(work.proposal, self.chance)[: work.ask.positions]
+        elif work.spec.shape is Shape.TREE:
+            work.proposal = random_tree(work.spec.size, VOCAB, self.chance)
+            path = random_path(work.proposal, self.chance)[: work.spec.positions]
             work.verdict = Verdict(len(path), [*(work.proposal.token_ids[node - 1] for node in path), token], path)
         else:
-            work.proposal = Proposal([self.chance.randrange(VOCAB) for _ in range(work.ask.size)])
-            accepted = self.chance.randint(0, work.ask.size)
+            work.proposal = Proposal([self.chance.randrange(VOCAB) for _ in range(work.spec.size)])
+            accepted = self.chance.randint(0, work.spec.size)
             work.verdict = Verdict(accepted, [*work.proposal.token_ids[:accepted], token])
 
     def drain(self, most: int = 500) -> None:
@@ -242,14 +242,14 @@ def test_prompts_go_on_though_chains_fill_the_pass() -> None:
 @pytest.mark.parametrize("nodes", [0, 40])
 def test_a_tree_takes_half_of_what_chains_leave(nodes: int) -> None:
     class Trees(Fixed):
-        def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+        def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
             return [view.draft(3, nodes) for view in views]
 
     world = World(Trees(), random.Random(0), max_batch_tokens=24)
     world.arrive(length=2)
     world.arrive(length=2)
     world.step()
-    sizes = [work.ask.size for work in world.step().works]
+    sizes = [work.spec.size for work in world.step().works]
     assert sizes == ([3 + (24 - 2 * 4) // 2 // 2] * 2 if nodes else [3, 3])
 
 
@@ -309,7 +309,7 @@ def first_tokens(block_size: int, *, clock_stands: bool = False) -> tuple[float,
             own = world.arrive(length=world.chance.randint(4, 12), max_tokens=world.chance.randint(32, 96))
             arrived[own] = now
         tokens = sum(work.num_tokens for work in step.works)
-        now += (1 + tokens / 25 + 0.3 * any(work.ask.size for work in step.works)) * bool(tokens)
+        now += (1 + tokens / 25 + 0.3 * any(work.spec.size for work in step.works)) * bool(tokens)
         world.now = 0.0 if clock_stands else now
         written += sum(len(work.verdict.token_ids) for work in step.works)
         waits += [now - arrived.pop(own) for own in list(arrived) if own.num_output]

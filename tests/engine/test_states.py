@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.made_up import SPECULATIVE, random_path, random_tree, request, with_batch
-from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work
 from volley.engine.states import (
     DraftContext,
     DraftRing,
@@ -116,7 +116,9 @@ class World:
         most = min(BLOCK, own.remaining) - 1
         nodes = most + self.chance.randrange(4)
         is_tree = most > 0 and self.chance.random() < 0.5
-        work = Work(own, Ask(Shape.TREE if is_tree else Shape.CHAIN, Rule.GREEDY, nodes if is_tree else most, most))
+        work = Work(
+            own, DraftSpec(Shape.TREE if is_tree else Shape.CHAIN, Rule.GREEDY, nodes if is_tree else most, most)
+        )
         if is_tree:
             work.proposal = random_tree(nodes, VOCAB, self.chance)
             path = random_path(work.proposal, self.chance)[:most]
@@ -140,7 +142,7 @@ class World:
         assert step.batch is not None
         self.sequences.prepare(step)
         for work in works:
-            if work.ask.positions:
+            if work.spec.positions:
                 self.draft(work.request)
         features = [self.compute(work) for work in works]
         step.features = torch.tensor([value for own in features for value in own], dtype=torch.float64)[:, None]
@@ -268,15 +270,15 @@ def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.Monkey
     second.computed = 1
     for place, held in enumerate((first, second)):
         held.table.extend([place])
-    step = with_batch(Step([SPECULATIVE.read(first, 2), Work(second, Ask(Shape.CHAIN, Rule.GREEDY))]))
+    step = with_batch(Step([SPECULATIVE.read(first, 2), Work(second, DraftSpec(Shape.CHAIN, Rule.GREEDY))]))
     step.works[1].proposal, step.works[1].verdict = Proposal([3]), Verdict(1, [3, 4])
     step = with_batch(step)
     step.features = torch.zeros(4, 1, dtype=torch.float64)
     own.keep(step)
-    plain = Step([Work(second, Ask(Shape.CHAIN, Rule.GREEDY))])
+    plain = Step([Work(second, DraftSpec(Shape.CHAIN, Rule.GREEDY))])
     own.prepare(plain)
     assert (len(own.backlog), plain.settling) == (4, 0.0)
-    drafting = Step([Work(second, Ask(Shape.CHAIN, Rule.GREEDY, 2, 2))])
+    drafting = Step([Work(second, DraftSpec(Shape.CHAIN, Rule.GREEDY, 2, 2))])
     own.prepare(drafting)
     assert (len(own.backlog), drafting.settling) == (0, 4.0)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from tests.made_up import decoding, request
 from volley.config import DecodingConfig
 from volley.decode.late import Reading
-from volley.decode.work import NO_DRAFT, Ask, Kind, Proposal, Rule, Shape, Verdict, Work, Works
+from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Proposal, Rule, Shape, Verdict, Work, Works
 from volley.engine.step import Step, Timings, accept, choose, conclude, propose
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
 
-CHAIN, TREE = Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 7, 3)
-COPY = Ask(Shape.COPY, Rule.GREEDY, 2)
+CHAIN, TREE = DraftSpec(Shape.CHAIN, Rule.GREEDY, 3, 3), DraftSpec(Shape.TREE, Rule.GREEDY, 7, 3)
+COPY = DraftSpec(Shape.COPY, Rule.GREEDY, 2)
 
 
 class Noting(Speculative):
@@ -83,9 +83,9 @@ class Spy(Proposer):
         self.calls: list[tuple[list[Shape], bool]] = []
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
-        self.calls.append(([work.ask.shape for work in works], with_confidence))
+        self.calls.append(([work.spec.shape for work in works], with_confidence))
         for work in works:
-            work.proposal = Proposal([9] * work.ask.positions)
+            work.proposal = Proposal([9] * work.spec.positions)
         return 0.25
 
 
@@ -122,15 +122,15 @@ def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
         (Rule.SPECULATIVE, 9, 7),
         (Rule.MATCH, 6, 9),
     ):
-        propose(Step([Work(own, Ask(Shape.CHAIN, rule, positions, positions))]), Spy())
+        propose(Step([Work(own, DraftSpec(Shape.CHAIN, rule, positions, positions))]), Spy())
         assert own.noise_used_until == foreseen
-    propose(Step([Work(own, Ask(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
+    propose(Step([Work(own, DraftSpec(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
     assert own.noise_used_until == 9, "a copy knows no noise"
 
 
 def test_as_much_is_copied_as_was_asked_for() -> None:
-    asks = [Ask(Shape.COPY, Rule.MATCH, size) for size in (0, 2, 9)]
-    works = [Work(decoding([1, 2]), ask, found=[4, 5, 6]) for ask in asks]
+    specs = [DraftSpec(Shape.COPY, Rule.MATCH, size) for size in (0, 2, 9)]
+    works = [Work(decoding([1, 2]), spec, found=[4, 5, 6]) for spec in specs]
     propose(Step(works), None)
     assert [work.proposal.token_ids for work in works] == [[], [4, 5], [4, 5, 6]]
     assert all(work.proposal.draft_probs is None and work.proposal.parents is None for work in works)

@@ -24,7 +24,7 @@ from tests.tiny import (
     tokens,
 )
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Kind, Shape, Verdict, Works
+from volley.decode.work import DraftSpec, Kind, Shape, Verdict, Works
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.errors import ConfigError
@@ -114,10 +114,10 @@ class EveryOther(Fixed):
         super().__init__()
         self.shapes: set[frozenset[Shape]] = set()
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        asks = [view.draft(self.block_size - 1, nodes=13 * (view.request_id % 2)) for view in views]
-        self.shapes.add(frozenset(ask.shape for ask in asks))
-        return asks
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
+        specs = [view.draft(self.block_size - 1, nodes=13 * (view.request_id % 2)) for view in views]
+        self.shapes.add(frozenset(spec.shape for spec in specs))
+        return specs
 
 
 def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:

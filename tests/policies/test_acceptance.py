@@ -50,8 +50,8 @@ def test_gains_are_products_and_end_at_the_price() -> None:
         whole = acceptance.gains(0, kind, sure.tolist())
         features = np.stack([np.ones(4), odds, np.arange(4) / 8, np.zeros(4)])
         assert whole == pytest.approx(np.cumprod(1 / (1 + np.exp(-np.array(acceptance.weights[kind]) @ features))))
-        for price in (0.01, 0.2, 0.5, 0.99):
-            assert acceptance.gains(0, kind, sure.tolist(), price) == [gain for gain in whole if gain >= price]
+        for threshold in (0.01, 0.2, 0.5, 0.99):
+            assert acceptance.gains(0, kind, sure.tolist(), threshold) == [gain for gain in whole if gain >= threshold]
     assert acceptance.gains(0, 0, [0.0, 1.0])[0] < 0.02
     assert acceptance.gains(0, 1, [0.0, 1.0])[0] > 0.2, "a flat law has much in common with another one"
 

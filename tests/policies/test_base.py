@@ -5,47 +5,49 @@ from collections.abc import Sequence
 import pytest
 
 from tests.made_up import costs
-from volley.decode.work import Ask, Rule, Shape
+from volley.decode.work import DraftSpec, Rule, Shape
 from volley.errors import ConfigError
 from volley.policies.base import Cycle, Policy, View
 
 
 class Plain(Policy):
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(0) for view in views]
 
 
 def test_a_chain_stays_within_its_limit() -> None:
     view = View(0, Rule.SPECULATIVE, 7, 3)
-    assert view.draft(9) == Ask(Shape.CHAIN, Rule.SPECULATIVE, 3, 3)
-    assert view.draft(2, price=0.3) == Ask(Shape.CHAIN, Rule.SPECULATIVE, 2, 2, 0.3)
-    assert view.draft(0) == Ask(Shape.CHAIN, Rule.SPECULATIVE)
+    assert view.draft(9) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 3, 3)
+    assert view.draft(2, threshold=0.3) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 2, 2, 0.3)
+    assert view.draft(0) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE)
 
 
 def test_a_tree_is_matched_and_may_be_deeper_than_a_chain() -> None:
     view = View(0, Rule.SPECULATIVE, 7, 3)
-    assert view.draft(9, 12) == Ask(Shape.TREE, Rule.MATCH, 12, 7)
-    assert View(0, Rule.GREEDY, 7, 7).draft(9, 12) == Ask(Shape.TREE, Rule.GREEDY, 12, 7)
-    assert View(0, Rule.GREEDY, 0, 0).draft(9, 12) == Ask(Shape.CHAIN, Rule.GREEDY), "there is nothing left to draft"
-    assert View(0, Rule.GREEDY, 7, 7).draft(0, 12) == Ask(Shape.CHAIN, Rule.GREEDY)
+    assert view.draft(9, 12) == DraftSpec(Shape.TREE, Rule.MATCH, 12, 7)
+    assert View(0, Rule.GREEDY, 7, 7).draft(9, 12) == DraftSpec(Shape.TREE, Rule.GREEDY, 12, 7)
+    assert View(0, Rule.GREEDY, 0, 0).draft(9, 12) == DraftSpec(Shape.CHAIN, Rule.GREEDY), (
+        "there is nothing left to draft"
+    )
+    assert View(0, Rule.GREEDY, 7, 7).draft(0, 12) == DraftSpec(Shape.CHAIN, Rule.GREEDY)
 
 
 @pytest.mark.parametrize("wish", [0, 4, 12])
 def test_a_setting_decides_about_trees_before_the_policy_does(wish: int) -> None:
-    assert View(0, Rule.GREEDY, 7, 7, max_nodes=5).draft(3, wish) == Ask(Shape.TREE, Rule.GREEDY, 5, 3)
+    assert View(0, Rule.GREEDY, 7, 7, max_nodes=5).draft(3, wish) == DraftSpec(Shape.TREE, Rule.GREEDY, 5, 3)
     assert View(0, Rule.GREEDY, 7, 7, max_nodes=0).draft(3, wish).shape is Shape.CHAIN
 
 
 def test_a_copy_is_no_longer_than_what_was_found() -> None:
     view = View(0, Rule.MATCH, 7, 7, found=[0.75, 0.8])
-    assert view.copy(9) == Ask(Shape.COPY, Rule.MATCH, 2)
-    assert view.copy(1) == Ask(Shape.COPY, Rule.MATCH, 1)
+    assert view.copy(9) == DraftSpec(Shape.COPY, Rule.MATCH, 2)
+    assert view.copy(1) == DraftSpec(Shape.COPY, Rule.MATCH, 1)
 
 
 def test_a_policy_verifies_whole_drafts_unless_it_says_otherwise() -> None:
     policy = Plain()
-    asks = [Ask(Shape.CHAIN, Rule.GREEDY, 3, 3), Ask(Shape.TREE, Rule.GREEDY, 9, 3)]
-    assert policy.trim([Cycle(i, ask, []) for i, ask in enumerate(asks)]) == [3, 9]
+    specs = [DraftSpec(Shape.CHAIN, Rule.GREEDY, 3, 3), DraftSpec(Shape.TREE, Rule.GREEDY, 9, 3)]
+    assert policy.trim([Cycle(i, spec, []) for i, spec in enumerate(specs)]) == [3, 9]
 
 
 def test_a_policy_serves_one_engine_only() -> None:

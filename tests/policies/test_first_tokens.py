@@ -121,16 +121,16 @@ class Server(World):
         return True
 
     def propose(self, step: Step) -> None:
-        if any(work.ask.positions for work in step.works):
+        if any(work.spec.positions for work in step.works):
             step.drafting = self.machine.draft
             self.clock.now += step.drafting
         for work in step.works:
-            size = work.ask.size
+            size = work.spec.size
             if size:
                 work.proposal = Proposal([self.chance.randrange(3) for _ in range(size)])
-            if work.ask.positions:
+            if work.spec.positions:
                 alone = np.clip([self.chance.gauss(0.9, 0.25) for _ in range(size)], 0.05, 0.99)
-                is_tree = work.ask.shape is Shape.TREE
+                is_tree = work.spec.shape is Shape.TREE
                 work.proposal.confidence = (np.cumprod(alone) if is_tree else alone).tolist()
                 work.proposal.parents = tuple(range(size)) if is_tree else None
 
@@ -146,11 +146,11 @@ class Server(World):
             super().judge(work)
             return
         tokens, sure = work.proposal.token_ids, work.proposal.confidence
-        if work.ask.shape is Shape.TREE:
+        if work.spec.shape is Shape.TREE:
             sure = [own / before for own, before in zip(sure, [1.0, *sure], strict=False)]
-        chances = sure[: len(tokens)] if work.ask.positions else [0.9] * len(tokens)
+        chances = sure[: len(tokens)] if work.spec.positions else [0.9] * len(tokens)
         accepted = next((i for i, chance in enumerate(chances) if self.chance.random() > chance), len(tokens))
-        path = tuple(range(1, accepted + 1)) if work.ask.shape is Shape.TREE else None
+        path = tuple(range(1, accepted + 1)) if work.spec.shape is Shape.TREE else None
         work.verdict = Verdict(accepted, [*tokens[:accepted], self.chance.randrange(3)], path)
 
 

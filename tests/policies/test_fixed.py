@@ -14,7 +14,7 @@ def costs() -> Costs:
 
 
 def positions(policy: Policy, *limits: int) -> list[int]:
-    return [ask.positions for ask in policy.decide(views(limits), len(limits))]
+    return [spec.positions for spec in policy.decide(views(limits), len(limits))]
 
 
 def test_fixed_keeps_to_the_limits() -> None:
@@ -30,8 +30,8 @@ def test_fixed_keeps_to_the_limits() -> None:
 
 
 def judged(policy: Feedback, accepted: int) -> int:
-    (ask,) = policy.decide(views([7]), 1)
-    policy.observe([Cycle(0, ask, [], verified=ask.size, accepted=min(accepted, ask.size))])
+    (spec,) = policy.decide(views([7]), 1)
+    policy.observe([Cycle(0, spec, [], verified=spec.size, accepted=min(accepted, spec.size))])
     return positions(policy, 7)[0]
 
 

@@ -37,14 +37,14 @@ def played(
     rules = [Rule.SPECULATIVE if own else Rule.GREEDY for own in sampled]
     sizes: list[tuple[list[int], list[int]]] = []
     for _ in range(cycles):
-        asks = policy.decide(views([7] * count, rules, max_nodes=0), count)
-        cycle = [Cycle(i, ask, chances(i, ask.positions).tolist()) for i, ask in enumerate(asks)]
+        specs = policy.decide(views([7] * count, rules, max_nodes=0), count)
+        cycle = [Cycle(i, spec, chances(i, spec.positions).tolist()) for i, spec in enumerate(specs)]
         verified = policy.trim(cycle)
         for own, size in zip(cycle, verified, strict=True):
             kept = int(np.cumprod(random.random(size) < np.array(own.confidence[:size])).sum())
             conclude(own, size, kept)
         policy.observe(cycle)
-        sizes.append(([ask.positions for ask in asks], verified))
+        sizes.append(([spec.positions for spec in specs], verified))
     drafted_all, verified_all = np.array(sizes).transpose(1, 0, 2)
     return drafted_all, verified_all
 
@@ -67,14 +67,14 @@ def test_each_request_of_an_idle_engine_is_judged_by_its_own_blocks() -> None:
         made, spent = np.zeros(2), np.zeros(2)
         for number in range(16):
             for _ in range(80):
-                (ask,) = policy.decide([replace(views([7], max_nodes=0)[0], request_id=number)], 1)
-                sure = np.clip(random.normal(right[number % 2], 0.15, ask.positions), 0.02, 0.98)
-                cycle = [Cycle(number, ask, sure.tolist())]
+                (spec,) = policy.decide([replace(views([7], max_nodes=0)[0], request_id=number)], 1)
+                sure = np.clip(random.normal(right[number % 2], 0.15, spec.positions), 0.02, 0.98)
+                cycle = [Cycle(number, spec, sure.tolist())]
                 (size,) = policy.trim(cycle)
                 conclude(cycle[0], size, int(np.cumprod(random.random(size) < right[number % 2]).sum()))
                 policy.observe(cycle)
                 made[number % 2] += 1 + cycle[0].accepted
-                spent[number % 2] += (1 + 0.13 * (1 + size)) / 1.13 + 0.5 / 1.13 * bool(ask.positions)
+                spent[number % 2] += (1 + 0.13 * (1 + size)) / 1.13 + 0.5 / 1.13 * bool(spec.positions)
             policy.end(number)
         assert spent.sum() / made.sum() <= most, "in plain steps"
 
@@ -125,11 +125,11 @@ def tree_simulation(token: float, count: int, cycles: int = 60) -> tuple[list[in
     probabilities = [0.9 / (1 + rank) for rank in range(15)]
     nodes, verified = 0, [0] * count
     for _ in range(cycles):
-        asks = policy.decide(views([7] * count), count)
-        nodes = max(ask.size if ask.shape is Shape.TREE else 0 for ask in asks)
+        specs = policy.decide(views([7] * count), count)
+        nodes = max(spec.size if spec.shape is Shape.TREE else 0 for spec in specs)
         cycle = [
-            Cycle(i, ask, probabilities if ask.shape is Shape.TREE else [0.5] * ask.positions)
-            for i, ask in enumerate(asks)
+            Cycle(i, spec, probabilities if spec.shape is Shape.TREE else [0.5] * spec.positions)
+            for i, spec in enumerate(specs)
         ]
         verified = policy.trim(cycle)
         for own, size in zip(cycle, verified, strict=True):
@@ -145,8 +145,8 @@ def test_trees_are_grown_where_they_are_nearly_free_and_pruned_where_they_are_no
     nodes, verified = tree_simulation(token=0.03, count=1)
     assert nodes == [15]
     assert 2 <= verified[0] <= 12
-    (ask,) = goodput(token=0.0).decide(views([7], [Rule.SPECULATIVE]), 1)
-    assert ask.shape is Shape.CHAIN, "chains get as far there"
+    (spec,) = goodput(token=0.0).decide(views([7], [Rule.SPECULATIVE]), 1)
+    assert spec.shape is Shape.CHAIN, "chains get as far there"
 
 
 def test_a_slot_is_worth_what_it_adds_to_the_speed_of_its_own_request() -> None:
@@ -174,16 +174,16 @@ def copies(policy: Goodput, cycles: int, agreed: int, right: float, *, drafts: f
     sure = [n / (n + 1) for n in range(agreed, agreed + 15)]
     counts = []
     for _ in range(cycles):
-        asks = policy.decide(views([most] * 2, found=[sure, []], max_nodes=0), 2)
-        cycle = [Cycle(i, ask, [drafts] * ask.positions) for i, ask in enumerate(asks)]
+        specs = policy.decide(views([most] * 2, found=[sure, []], max_nodes=0), 2)
+        cycle = [Cycle(i, spec, [drafts] * spec.positions) for i, spec in enumerate(specs)]
         for own, size in zip(cycle, policy.trim(cycle), strict=True):
-            chance = drafts if own.ask.shape is Shape.CHAIN else right
+            chance = drafts if own.spec.shape is Shape.CHAIN else right
             conclude(own, size, int(np.cumprod(random.random(size) < chance).sum()))
         true = int(np.cumprod(random.random(15) < right).sum())
         cycle[0].found, cycle[0].found_right = sure, [True] * true + [False] * (true < 15)
         policy.observe(cycle)
-        assert asks[1].shape is Shape.CHAIN
-        counts.append(asks[0].size if asks[0].shape is Shape.COPY else 0)
+        assert specs[1].shape is Shape.CHAIN
+        counts.append(specs[0].size if specs[0].shape is Shape.COPY else 0)
     return counts
 
 
@@ -225,8 +225,8 @@ def test_everyone_is_learnt_from_sooner_or_later_and_few_at_once(count: int) -> 
     policy.acceptance.observe = spy  # type: ignore[method-assign]
     for _ in range(60):
         counts.append(0)
-        asks = policy.decide(views([7] * count, max_nodes=0), count)
-        cycle = [Cycle(i, ask, now[i]) for i, ask in enumerate(asks)]
+        specs = policy.decide(views([7] * count, max_nodes=0), count)
+        cycle = [Cycle(i, spec, now[i]) for i, spec in enumerate(specs)]
         for own, size in zip(cycle, policy.trim(cycle), strict=True):
             conclude(own, size, size)
         policy.observe(cycle)
@@ -261,10 +261,10 @@ def test_nothing_is_tried_while_nobody_can_be_drafted_for() -> None:
     policy = goodput(token=0.05, draft=1.0)
     simulate(policy, 4, 200, sure=0.05)
     for _ in range(2000):
-        assert all(ask.positions == 0 for ask in policy.decide(views([0] * 4, max_nodes=0), 4))
+        assert all(spec.positions == 0 for spec in policy.decide(views([0] * 4, max_nodes=0), 4))
         policy.observe([])
-    asks = policy.decide(views([7, 0, 0, 0], max_nodes=0), 4)
-    assert asks[0].positions > 0, "at the first chance"
+    specs = policy.decide(views([7, 0, 0, 0], max_nodes=0), 4)
+    assert specs[0].positions > 0, "at the first chance"
 
 
 def test_those_who_end_with_their_next_token_keep_nobody_from_a_plan() -> None:
@@ -272,13 +272,13 @@ def test_those_who_end_with_their_next_token_keep_nobody_from_a_plan() -> None:
     policy, random = goodput(token=1.0, draft=1.0), np.random.default_rng(0)
     rules, drafted = [Rule.GREEDY, Rule.SPECULATIVE], []
     for _ in range(300):
-        asks = policy.decide(views([7, 0], rules, max_nodes=0), 2)
-        assert asks[1].positions == 0
-        cycle = [Cycle(0, asks[0], [0.1] * asks[0].positions)]
+        specs = policy.decide(views([7, 0], rules, max_nodes=0), 2)
+        assert specs[1].positions == 0
+        cycle = [Cycle(0, specs[0], [0.1] * specs[0].positions)]
         (size,) = policy.trim(cycle)
         conclude(cycle[0], size, int(np.cumprod(random.random(size) < 0.1).sum()))
         policy.observe(cycle)
-        drafted.append(asks[0].positions)
+        drafted.append(specs[0].positions)
     assert np.mean(np.array(drafted[100:]) > 0) < 0.2, "drafts that do not pay are dropped"
 
 
@@ -290,7 +290,7 @@ def test_while_drafts_have_lost_too_much_nothing_is_drafted_or_copied() -> None:
     while not ledger.is_spent:
         ledger.note(1.0, 2.0, 2.0, 1.0)
     for _ in range(50):
-        assert all(ask.size == 0 for ask in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))
+        assert all(spec.size == 0 for spec in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))
     while ledger.is_spent:
         ledger.note_plain(1.0, 1.0)
-    assert all(ask.size > 0 for ask in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))
+    assert all(spec.size > 0 for spec in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))

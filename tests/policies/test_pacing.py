@@ -8,7 +8,7 @@ import torch
 from tests.made_up import decoding, lattice_of
 from volley.decode.lookup import found_confidence
 from volley.decode.tree import expand
-from volley.decode.work import Ask, Proposal, Rule, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.pacing import conclude, trim
 from volley.procedures.request import Request
@@ -22,7 +22,7 @@ class To(Policy):
     def __init__(self, *sizes: int) -> None:
         self.sizes, self.calls = list(sizes), 0
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         raise AssertionError("nothing is decided here")
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
@@ -31,10 +31,10 @@ class To(Policy):
 
 
 def work(shape: Shape, proposal: Proposal, positions: int, found: Sequence[int] = (), agreed: int = 0) -> Work[Request]:
-    ask = Ask(shape, Rule.GREEDY, len(proposal.token_ids), positions)
+    spec = DraftSpec(shape, Rule.GREEDY, len(proposal.token_ids), positions)
     return Work(
         decoding([1, 2, 3]),
-        ask,
+        spec,
         found=list(found),
         found_confidence=found_confidence(agreed, len(found)),
         proposal=proposal,

@@ -89,7 +89,7 @@ def test_a_saved_pilot_chooses_the_same(saved: tuple[Path, Drafter]) -> None:
     assert own.positions == again.positions
     assert set(own.positions.values()) <= {2, 3, 5}
     del own.positions[2]
-    assert [ask.positions for ask in own.decide(views([9, 1, 9]), 3)] == [own.positions[0], 1, 5]
+    assert [spec.positions for spec in own.decide(views([9, 1, 9]), 3)] == [own.positions[0], 1, 5]
     own.end(0)
     own.end(99)
     assert 0 not in own.positions

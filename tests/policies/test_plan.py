@@ -12,11 +12,11 @@ from volley.decode.lookup import MOST_FOUND
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.arrivals import LATER
 from volley.policies.cost import Costs, FloatArray
-from volley.policies.plan import _PRICES, PLAIN, UNEVEN, WHOLE, Plan, Planner, fitting
+from volley.policies.plan import _THRESHOLDS, PLAIN, UNEVEN, WHOLE, Plan, Planner, fitting
 
 MOST, NODES = 5, 9  # slots of a chain, nodes of a tree
 SLOTS = (5, 4, 3, 2, 1)  # in the order of the planner's options
-OPTIONS = [(0, 0.0), *itertools.product(SLOTS, _PRICES.tolist())]
+OPTIONS = [(0, 0.0), *itertools.product(SLOTS, _THRESHOLDS.tolist())]
 
 
 def made_costs(token: float) -> Costs:
@@ -47,10 +47,10 @@ def expected(
     """Compute what an option for each kind promises, block by block and slot by slot."""
     plan = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
     for kind, chances in gains.items():
-        size, price = OPTIONS[options[kind]]
-        plan.slots[kind], plan.prices[kind] = MOST if kind >= TREE and size else size, price
+        size, threshold = OPTIONS[options[kind]]
+        plan.slots[kind], plan.thresholds[kind] = MOST if kind >= TREE and size else size, threshold
         for block in chances.T.tolist() if size else ():
-            kept = [gain for gain in (block if kind >= TREE else block[:size]) if gain >= price]
+            kept = [gain for gain in (block if kind >= TREE else block[:size]) if gain >= threshold]
             plan.tokens[kind] += trust[kind] * sum(kept) / chances.shape[1]
             plan.verified[kind] += len(kept) / chances.shape[1]
     total = sum(counts)
@@ -60,7 +60,7 @@ def expected(
     drafted = sum(count * size for count, size in zip(counts, plan.slots, strict=True))
     if drafting:
         seconds += float(costs.draft.expected(np.array(drafting + drafted), drafting))
-    if total > 1 and any(plan.prices):
+    if total > 1 and any(plan.thresholds):
         seconds *= UNEVEN
     speed = math.prod(tokens ** (count / total) for tokens, count in zip(plan.tokens, counts, strict=True))
     return plan._replace(rate=total * speed / seconds, seconds=seconds)
@@ -94,7 +94,7 @@ def test_the_best_plan_is_the_best_of_all_options(
         assert promise.seconds == pytest.approx(plan.seconds)
         for kind in present:
             assert promise.slots[kind] == plan.slots[kind]
-            assert promise.prices[kind] == plan.prices[kind]
+            assert promise.thresholds[kind] == plan.thresholds[kind]
             assert promise.tokens[kind] == pytest.approx(plan.tokens[kind])
             assert promise.verified[kind] == pytest.approx(plan.verified[kind])
     if len(present) == 2:
@@ -116,7 +116,7 @@ def test_plain_and_whole_are_the_ends() -> None:
     planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST)
     plain, whole = planner.promise([PLAIN] * KINDS), planner.promise([WHOLE] * KINDS)
     assert (plain.slots[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
-    assert (whole.slots[:2], whole.prices[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
+    assert (whole.slots[:2], whole.thresholds[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
 
 
 @pytest.mark.parametrize(("token", "largest"), [(1e-6, 512), (5e-3, 128)])
@@ -180,7 +180,7 @@ def test_a_long_cycle_is_one_that_verifies_more_than_usual() -> None:
     come(costs, 0.2)
     for count in (1, 16):
         planner = Planner(costs, [count, 0, 0, 0], gains, [1.0] * KINDS, MOST)
-        cut = planner.promise([1 + _PRICES.tolist().index(0.45)] * KINDS)
+        cut = planner.promise([1 + _THRESHOLDS.tolist().index(0.45)] * KINDS)
         assert cut.verified[0] == 2.5
         most = 5 if count == 1 else 16 * 2.5 + 2 * math.sqrt(16 * 2.5**2)
         seconds = costs.draft.expected(np.array(6 * count), count) + costs.target.expected(

@@ -63,15 +63,15 @@ class World:
         rules = [Rule.SPECULATIVE if self.sampled else Rule.GREEDY] * self.requests
         spent = made = 0.0
         for number in range(warm_up + cycles):
-            asks = policy.decide(views([BLOCK - 1] * self.requests, rules, max_nodes=0), self.requests)
+            specs = policy.decide(views([BLOCK - 1] * self.requests, rules, max_nodes=0), self.requests)
             sure = np.clip(random.normal(self.claimed, 0.1, (self.requests, BLOCK - 1)), 0.02, 0.98)
-            cycle = [Cycle(own, ask, sure[own, : ask.positions].tolist()) for own, ask in enumerate(asks)]
+            cycle = [Cycle(own, spec, sure[own, : spec.positions].tolist()) for own, spec in enumerate(specs)]
             sizes = policy.trim(cycle)
             for own, size in zip(cycle, sizes, strict=True):
                 own.verified, own.accepted = size, int(np.cumprod(random.random(size) < self.right).sum())
                 own.right = [place < own.accepted for place in range(size)]
             policy.observe(cycle)
-            drafted = [ask.positions for ask in asks if ask.positions]
+            drafted = [spec.positions for spec in specs if spec.positions]
             drafts = len(drafted) + sum(drafted), len(drafted)
             verified = self.requests + sum(sizes), self.requests
             noise: FloatArray = np.exp(random.normal(0.0, 0.05, 2))

@@ -219,7 +219,7 @@ class Causal(Denoising):
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
         tokens, segment = super().segment(work)
-        segment.groups = (1,) * work.num_known + ((work.ask.size,) if work.ask.size else ())
+        segment.groups = (1,) * work.num_known + ((work.spec.size,) if work.spec.size else ())
         return tokens, segment
 
 

@@ -21,7 +21,7 @@ from tests.procedures.test_denoising import BOTH_WAYS
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import CoupledNoise
 from volley.decode.sampling import PositionNoise
-from volley.decode.work import Ask, Work
+from volley.decode.work import DraftSpec, Work
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.families import FAST_DLLM
 from volley.models.targets.target import Target
@@ -212,9 +212,9 @@ class Watched(SelfSpeculative):
         super().__init__(*args)
         self.verified = Counter[tuple[int, int, bool]]()
 
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         canvas = request.canvas
-        work = super().next_work(request, ask)
+        work = super().next_work(request, spec)
         if isinstance(work, SelfCheck):
             assert canvas is not None
             self.verified[len(work.proposal.token_ids), canvas.step, work.num_fused > 0] += 1

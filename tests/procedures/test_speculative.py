@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.made_up import decoding, random_tree, request
 from volley.config import DecodingConfig
 from volley.decode.sampling import Purpose, draw, race, token_probs
-from volley.decode.work import Ask, Kind, Proposal, Rule, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Kind, Proposal, Rule, Shape, Verdict, Work
 from volley.params import SamplingParams
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
@@ -59,7 +59,7 @@ def test_positions_whose_noise_a_draft_knew_are_matched_and_chains_stay_within_t
 
 def test_a_decoding_request_computes_its_anchor_and_its_draft() -> None:
     own = decoding([1, 2, 3])
-    work = procedure().next_work(own, Ask(Shape.TREE, Rule.GREEDY, 3, 2))
+    work = procedure().next_work(own, DraftSpec(Shape.TREE, Rule.GREEDY, 3, 2))
     work.proposal = Proposal([4, 5, 6], parents=(0, 0, 1))
     tokens, segment = procedure().segment(work)
     assert tokens == [3, 4, 5, 6]
@@ -104,7 +104,7 @@ def one_by_one(work: Work[Request], logits: Tensor) -> Verdict:
         position = own.length + len(chosen)
         if own.params.temperature == 0:
             token = int(row.argmax())
-        elif work.ask.rule is Rule.MATCH:
+        elif work.spec.rule is Rule.MATCH:
             probs = token_probs(row[None], own.params)
             token = int(race(probs, own.noise.exponentials([position], V)))
         else:
@@ -138,7 +138,7 @@ def test_a_batch_of_all_kinds_is_judged_as_each_alone(kinds: list[str], chance: 
         if is_sampled:
             rule = Rule.MATCH if kind.startswith("match") else Rule.SPECULATIVE
         shape = Shape.TREE if kind.endswith("tree") else Shape.CHAIN
-        work = Work(own, Ask(shape, rule, 5, 5))
+        work = Work(own, DraftSpec(shape, rule, 5, 5))
         if kind.endswith("tree"):
             work.proposal = random_tree(5, V, chance)
         elif not kind.startswith("plain"):
@@ -173,7 +173,7 @@ def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
             if not shared:
                 probs = probs.roll(3, dims=-1)
             tokens = draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 3)).tolist()
-            work = Work(own, Ask(Shape.CHAIN, Rule.SPECULATIVE, 3, 3), proposal=Proposal(tokens, probs))
+            work = Work(own, DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 3, 3), proposal=Proposal(tokens, probs))
             on_rows([work])
             procedure().absorb([work], logits).read()
             assert work.verdict.accepted == accepted
@@ -195,7 +195,9 @@ def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
         first = 4 * place
         probs = token_probs(logits[first : first + 3], own.params) if kind == "ratio" else None
         proposal = Proposal(likely[first : first + 3].tolist(), probs)
-        return Work(own, Ask(Shape.CHAIN, Rule.MATCH if kind == "match" else Rule.SPECULATIVE, 3, 3), proposal=proposal)
+        return Work(
+            own, DraftSpec(Shape.CHAIN, Rule.MATCH if kind == "match" else Rule.SPECULATIVE, 3, 3), proposal=proposal
+        )
 
     together = [work(place) for place in range(6)]
     on_rows(together)
@@ -210,7 +212,7 @@ def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
 
 def test_log_probabilities_belong_to_the_tokens_that_come_out() -> None:
     own = decoding([1, 2, 3], SamplingParams(logprobs=True, top_logprobs=2))
-    work = Work(own, Ask(Shape.TREE, Rule.GREEDY, 3, 2), proposal=Proposal([4, 5, 6], parents=(0, 0, 2)))
+    work = Work(own, DraftSpec(Shape.TREE, Rule.GREEDY, 3, 2), proposal=Proposal([4, 5, 6], parents=(0, 0, 2)))
     logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
     logits[0, 5] = logits[2, 6] = 10
     on_rows([work])

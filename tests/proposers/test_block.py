@@ -12,7 +12,7 @@ from volley import Engine, SamplingParams
 from volley.config import DecodingConfig
 from volley.decode.sampling import Purpose, draw, race, token_probs
 from volley.decode.tree import coupled_logits, expand
-from volley.decode.work import Ask, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.procedures.request import Request
@@ -26,10 +26,10 @@ PARAMS = [
     SamplingParams(temperature=1.0, top_k=9, seed=3),
 ]
 ASKS = [
-    Ask(Shape.CHAIN, Rule.GREEDY, 5, 5),
-    Ask(Shape.CHAIN, Rule.MATCH, 3, 3),
-    Ask(Shape.CHAIN, Rule.SPECULATIVE, 4, 4),
-    Ask(Shape.TREE, Rule.MATCH, 9, 4),
+    DraftSpec(Shape.CHAIN, Rule.GREEDY, 5, 5),
+    DraftSpec(Shape.CHAIN, Rule.MATCH, 3, 3),
+    DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 4, 4),
+    DraftSpec(Shape.TREE, Rule.MATCH, 9, 4),
 ]
 
 
@@ -54,7 +54,7 @@ def drafting(request: pytest.FixtureRequest, pair: Pair) -> Iterator[tuple[Block
 
 
 def works_for(requests: list[Request]) -> list[Work[Request]]:
-    return [Work(request, ask) for request, ask in zip(requests, ASKS, strict=True)]
+    return [Work(request, spec) for request, spec in zip(requests, ASKS, strict=True)]
 
 
 def test_a_batch_is_drafted_for_as_each_alone(drafting: tuple[BlockProposer, list[Request]]) -> None:
@@ -97,8 +97,8 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
     with torch.inference_mode():
         segment = Segment(own.draft_table, own.length - 1, 5, causal=False)
         rows = proposer.model.logits(proposer.model.states([segment], torch.tensor([own.anchor] + 4 * [mask])))
-        works = [Work(own, Ask(Shape.CHAIN, rule, 4, 4)) for rule in Rule]
-        works.append(Work(own, Ask(Shape.TREE, Rule.MATCH, 6, 4)))
+        works = [Work(own, DraftSpec(Shape.CHAIN, rule, 4, 4)) for rule in Rule]
+        works.append(Work(own, DraftSpec(Shape.TREE, Rule.MATCH, 6, 4)))
         for work in works:
             proposer.propose([work], with_confidence=False)
     greedy, matched, speculative, tree = (work.proposal for work in works)
@@ -117,7 +117,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
 def test_several_denoising_steps_know_no_distribution(drafting: tuple[BlockProposer, list[Request]]) -> None:
     proposer, requests = drafting
     proposer.configure(DecodingConfig(denoising_steps=2))
-    work = Work(requests[1], Ask(Shape.CHAIN, Rule.MATCH, 5, 5))
+    work = Work(requests[1], DraftSpec(Shape.CHAIN, Rule.MATCH, 5, 5))
     with torch.inference_mode():
         proposer.propose([work], with_confidence=True)
     assert len(work.proposal.token_ids) == len(work.proposal.confidence) == 5

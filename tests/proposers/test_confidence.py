@@ -13,7 +13,7 @@ from tests.chi_square import chi_square_p, joint_counts
 from tests.engine.test_sampled import drawn, exact_law
 from tests.tiny import VOCAB, Pair, block_proposer, drafter_config, greedy, make_pair, random_prompts, tokens
 from volley import Engine, SamplingParams
-from volley.decode.work import Ask, Rule, Shape, Work, Works
+from volley.decode.work import DraftSpec, Rule, Shape, Work, Works
 from volley.errors import ConfigError
 from volley.files import read_json
 from volley.memory.batch import Segment
@@ -61,9 +61,9 @@ class Threshold(Fixed):
         sizes = []
         for cycle in cycles:
             doubtful = [place for place, sure in enumerate(cycle.confidence) if sure < self.least]
-            sizes.append(min([*doubtful, cycle.ask.size]))
+            sizes.append(min([*doubtful, cycle.spec.size]))
             self.kept += sizes[-1]
-            self.cut += cycle.ask.size - sizes[-1]
+            self.cut += cycle.spec.size - sizes[-1]
         return sizes
 
 
@@ -75,14 +75,16 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed:1", page_size=4, num_pages=100)
     requests = [engine.add_request(prompt, SamplingParams(temperature=0.9, seed=5)) for prompt in PROMPTS]
     engine.step()
-    works = [Work(one, Ask(Shape.CHAIN, rule, size, size)) for one, size in zip(requests, (4, 2, 5, 3), strict=True)]
+    works = [
+        Work(one, DraftSpec(Shape.CHAIN, rule, size, size)) for one, size in zip(requests, (4, 2, 5, 3), strict=True)
+    ]
     proposer = block_proposer(engine)
     with torch.inference_mode():
         for work in works:
             assert engine.core.sequences.reserve(work.request, work.request.length + 6)
         proposer.propose(works, with_confidence=True)
         for work in works:
-            size = work.ask.positions
+            size = work.spec.positions
             tokens = torch.tensor([work.request.anchor] + size * [pair.drafter.config.mask_token_id])
             segment = Segment(work.request.draft_table, work.request.length - 1, 1 + size, causal=False)
             states = proposer.model.states([segment], tokens)

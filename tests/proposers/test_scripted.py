@@ -17,7 +17,7 @@ from tests.made_up import decoding
 from tests.tiny import VOCAB, greedy, make_pair, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.sampling import Purpose
-from volley.decode.work import Ask, Rule, Shape, Work, Works
+from volley.decode.work import DraftSpec, Rule, Shape, Work, Works
 from volley.proposers.scripted import ScriptedProposer
 
 Script = Callable[[Work[Any]], list[int]]
@@ -32,7 +32,7 @@ def _modelled_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("with_confidence", [False, True])
 def test_a_script_is_cut_to_what_was_asked_for(with_confidence: bool) -> None:
     proposer = ScriptedProposer(lambda work: [work.request.anchor + 1, 8, 9], 4)
-    works = [Work(decoding([1, 2]), Ask(Shape.CHAIN, Rule.GREEDY, size, size)) for size in (1, 2, 5)]
+    works = [Work(decoding([1, 2]), DraftSpec(Shape.CHAIN, Rule.GREEDY, size, size)) for size in (1, 2, 5)]
     assert proposer.propose(works, with_confidence=with_confidence) == 0
     assert [work.proposal.token_ids for work in works] == [[3], [3, 8], [3, 8, 9]]
     for work in works:
@@ -118,7 +118,7 @@ def test_no_trees_are_asked_of_a_script() -> None:
     shapes: set[Shape] = set()
 
     def script(work: Work[Any]) -> list[int]:
-        shapes.add(work.ask.shape)
+        shapes.add(work.spec.shape)
         return right(work)
 
     engine = Engine(make_pair().target, proposer=ScriptedProposer(script, BLOCK), policy="goodput:drafts")
@@ -205,9 +205,9 @@ class Scored(ScriptedProposer):
         self.purpose = purpose
 
     def drawn(self, work: Work[Any]) -> list[int]:
-        assert work.ask.rule is Rule.SPECULATIVE
+        assert work.spec.rule is Rule.SPECULATIVE
         request = work.request
-        return [int(u * V) for u in request.noise.uniforms(self.purpose, request.length, work.ask.positions)]
+        return [int(u * V) for u in request.noise.uniforms(self.purpose, request.length, work.spec.positions)]
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         super().propose(works, with_confidence=with_confidence)

@@ -10,7 +10,7 @@ import torch
 from tests.tiny import Pair, random_drafter, random_prompts
 from volley import Engine, SamplingParams
 from volley.config import DraftingConfig
-from volley.decode.work import NO_DRAFT, Ask, Proposal, Rule, Shape, Verdict, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Proposal, Rule, Shape, Verdict, Work
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.fixed import Feedback
@@ -58,11 +58,11 @@ def test_drafts_are_volleys_own(pair: Pair, name: str) -> None:
         where, free = np.split(free, [len(context)])
         slots.inject(features, np.arange(len(context)), where, np.array(context, dtype=np.int32))
         size = len(drafted)
-        works.append(Work(slots.request(index, index, where, anchor), Ask(Shape.CHAIN, Rule.GREEDY, size, size)))
+        works.append(Work(slots.request(index, index, where, anchor), DraftSpec(Shape.CHAIN, Rule.GREEDY, size, size)))
     slots.proposer.propose(works, with_confidence=True)
     assert [work.proposal.token_ids for work in works] == [drafted for _, drafted in cycles]
     for work in works:
-        assert len(work.proposal.confidence) == work.ask.size
+        assert len(work.proposal.confidence) == work.spec.size
         assert all(0 < sure <= 1 for sure in work.proposal.confidence)
 
 
@@ -93,11 +93,11 @@ class Listener(Policy):
         self.cycles: list[Sequence[Cycle]] = []
         self.ended: list[int] = []
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(view.limit) for view in views]
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
-        return [min(cycle.ask.size, 3) for cycle in cycles]
+        return [min(cycle.spec.size, 3) for cycle in cycles]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
         self.cycles.append(cycles)
@@ -115,9 +115,9 @@ def draft(pacing: PassPacing, limits: dict[int, int]) -> tuple[list[int], list[i
     table = SlotTable(np.arange(9))
     works = pacing.decide([SlotRequest(request_id, 7, 3, table) for request_id in limits], list(limits.values()))
     for work in works:
-        work.proposal = Proposal(list(range(work.ask.size)), confidence=[0.9] * work.ask.size)
+        work.proposal = Proposal(list(range(work.spec.size)), confidence=[0.9] * work.spec.size)
     pacing.trim(works)
-    return [work.ask.size for work in works], [len(work.proposal.token_ids) for work in works]
+    return [work.spec.size for work in works], [len(work.proposal.token_ids) for work in works]
 
 
 def test_what_is_drafted_in_one_pass_is_judged_in_the_next() -> None:
@@ -126,10 +126,10 @@ def test_what_is_drafted_in_one_pass_is_judged_in_the_next() -> None:
     assert draft(pacing, {1: 9, 2: 2, 3: 9, 4: 0}) == ([5, 2, 5, 0], [3, 2, 3, 0])
     pacing.judge({1: (3, 1), 2: (2, 2), 4: (5, 1)})  # 3 has ended; vLLM verified tokens of its own for 4
     (cycles,) = policy.cycles
-    assert [cycle.ask.size for cycle in cycles] == [5, 2, 5, 0]
+    assert [cycle.spec.size for cycle in cycles] == [5, 2, 5, 0]
     assert [(cycle.verified, cycle.accepted) for cycle in cycles] == [(3, 1), (2, 2), (0, 0), (0, 0)]
     assert [cycle.right for cycle in cycles] == [[True, False, False], [True, True], [], []]
-    assert cycles[3].ask == NO_DRAFT
+    assert cycles[3].spec == NO_DRAFT
     assert policy.ended == [3]
     pacing.judge({})
     assert sorted(policy.ended) == [1, 2, 3, 4]

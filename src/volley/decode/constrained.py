@@ -41,14 +41,14 @@ def walk_constrained(
     Forced tokens are drafted without the drafter, even if its head lacks them. The length of the chain depends only on the
     tokens before its end, as rejection sampling requires.
     """
-    request, ask = work.request, work.ask
+    request, spec = work.request, work.spec
     rules, params, noise, first = request.rules, request.params, request.noise, request.length
     tokens: list[int] = []
     distributions: list[Tensor | int] = []
     confidence: list[float] = []
-    uniforms = noise.uniforms(Purpose.DRAFT, first, ask.positions)
-    while (position := len(tokens)) < ask.positions:
-        if forced := forced_tokens(rules, tokens, ask.positions - position):
+    uniforms = noise.uniforms(Purpose.DRAFT, first, spec.positions)
+    while (position := len(tokens)) < spec.positions:
+        if forced := forced_tokens(rules, tokens, spec.positions - position):
             confidence += [1.0] * len(forced)
             distributions += forced
             for token in forced:
@@ -56,7 +56,7 @@ def walk_constrained(
                     following.logits(len(tokens), tokens[-1] if tokens else request.anchor, torch.tensor([token]))
                 tokens.append(token)
             continue
-        if ask.rule is Rule.GREEDY:
+        if spec.rule is Rule.GREEDY:
             chosen = _best(following, request.anchor, rules, tokens, with_confidence=with_confidence)
             if chosen is None:
                 break
@@ -67,19 +67,19 @@ def walk_constrained(
                 break
             row, among = found
             probs = token_probs(row, params, draft_temperature(params))
-            if ask.rule is Rule.MATCH:
+            if spec.rule is Rule.MATCH:
                 exponentials = noise.exponentials([first + position], following.vocab_size, probs.device)
                 place = int(race(probs, columns(exponentials, among)))
             else:
                 place = int(draw(probs, [uniforms[position]]))
                 distributions.append(_widened(probs, among, following.vocab_size, 0.0))
             if with_confidence:
-                sure = float(probs.amax() if ask.rule is Rule.SPECULATIVE else confidences(row))
+                sure = float(probs.amax() if spec.rule is Rule.SPECULATIVE else confidences(row))
             token = place if among is None else int(among[place])
         if with_confidence:
             confidence.append(sure)
         tokens.append(token)
-    probs_of_draft = _stacked(distributions, following.vocab_size) if ask.rule is Rule.SPECULATIVE and tokens else None
+    probs_of_draft = _stacked(distributions, following.vocab_size) if spec.rule is Rule.SPECULATIVE and tokens else None
     if probs_of_draft is not None and probs_of_draft.device != device:  # all tokens were forced, or rows were read
         probs_of_draft = upload(probs_of_draft.numpy(), device)
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])
@@ -115,8 +115,8 @@ def _stacked(distributions: Sequence[Tensor | int], size: int) -> Tensor:
 
 
 def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
-    """Draft a tree under all rules of the work's request, within the work's ask."""
-    request, ask = work.request, work.ask
+    """Draft a tree under all rules of the work's request, within the work's draft spec."""
+    request, spec = work.request, work.spec
     rules, params = request.rules, request.params
     temperature = draft_temperature(params) or 1.0
 
@@ -130,7 +130,7 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
         costs = -(scores.float() / temperature).log_softmax(dim=-1)
         return [(t, cost) for t, cost in zip(tokens.tolist(), costs.tolist(), strict=True) if cost < float("inf")]
 
-    return expand_freely(children, ask.size, ask.positions)
+    return expand_freely(children, spec.size, spec.positions)
 
 
 def columns(row: Tensor, among: Tensor | None) -> Tensor:

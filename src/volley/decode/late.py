@@ -79,7 +79,7 @@ def late_proposals(
 ) -> list[Proposal]:
     """Make drafts on the device: each work gets its part of ``tokens [Σ k]``, and of the distributions ``probs [Σ k, n]`` over
     the tokens ``drafted [n]``."""
-    sizes = [work.ask.positions for work in works]
+    sizes = [work.spec.positions for work in works]
     each = [None] * len(works) if probs is None else torch.split(probs, sizes)
     parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)
     return [Proposal([0] * size, drawn_from, late=Late(own), drafted=drafted) for size, drawn_from, own in parts]

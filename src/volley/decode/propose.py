@@ -79,7 +79,7 @@ def walk_sampled(
     ``after`` may return logits of the tokens ``drafted [n]`` only.
     """
     cycles = [(work.request.noise, work.request.length + (start is not None)) for work in works]
-    sizes = [work.ask.positions for work in works]
+    sizes = [work.spec.positions for work in works]
     drawn: list[Tensor] = []  # uniforms and distributions of all positions, made once device and size are known
 
     def choose(distributions: Tensor, rows: Tensor, _: Works, __: int) -> Tensor:
@@ -120,7 +120,7 @@ def _walk(
 
     ``choose`` takes the distributions ``[n, V]`` of one position of n blocks, and their rows.
     """
-    sizes, params = [work.ask.positions for work in works], works[0].request.params
+    sizes, params = [work.spec.positions for work in works], works[0].request.params
     starts, walking = np.cumsum([0, *sizes]).tolist(), list(range(len(works)))
     tokens: list[int] | Tensor = [work.request.anchor for work in works] if start is None else start.anchors
     found: list[Tensor] = []

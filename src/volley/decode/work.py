@@ -1,4 +1,4 @@
-"""Define ``Work``: what one request does in one step, with its draft request (``ask``), draft and verdict.
+"""Define ``Work``: what one request does in one step, with its draft request (``spec``), draft and verdict.
 
 ``Engine.step`` fills it in and drops it. All data of one step is in it.
 """
@@ -49,7 +49,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftSpec:
     """Draft specification of one request for one step. The policy decides it once; the scheduler may cut it."""
 
     shape: Shape
@@ -58,7 +58,7 @@ class Ask:
     """Most draft tokens that are verified; 0 is plain decoding."""
     positions: int = 0
     """Draft positions that the drafter fills: the tokens of a chain or the levels of a tree; 0 for prompt lookup."""
-    price: float = 0.0
+    threshold: float = 0.0
     """Threshold, for the policy's own use: a token that is less likely to be accepted is not verified."""
 
     def cut(self, size: int) -> Self:
@@ -67,7 +67,7 @@ class Ask:
         return replace(self, size=size, positions=size if self.shape is Shape.CHAIN else self.positions)
 
 
-NO_DRAFT = Ask(Shape.CHAIN, Rule.GREEDY)
+NO_DRAFT = DraftSpec(Shape.CHAIN, Rule.GREEDY)
 
 
 @dataclass(slots=True)
@@ -162,13 +162,13 @@ K = TypeVar("K", bound=Hashable)
 class Work(Generic[R]):
     """One request's part of a step.
 
-    It counts these tokens: ``num_known`` are certain; ``ask.size`` are drafted at most; the drafter fills ``ask.positions`` of
+    It counts these tokens: ``num_known`` are certain; ``spec.size`` are drafted at most; the drafter fills ``spec.positions`` of
     them, and ``num_fused`` belong to a fused canvas. ``num_tokens`` is the sum of known and drafted tokens. After verification,
     ``verdict.accepted`` draft tokens stay, and ``num_kept`` tokens keep their K/V.
     """
 
     request: R
-    ask: Ask
+    spec: DraftSpec
     kind: Kind = Kind.DECODE
     num_known: int = 1
     """Number of certain tokens that the target computes: a chunk of the prompt, or the anchor."""
@@ -177,7 +177,7 @@ class Work(Generic[R]):
     does not use lookup."""
     found_confidence: list[float] = field(default_factory=list)
     num_fused: int = 0
-    """Number of the ask's tokens that belong to a fused canvas. Behind a draft they are dropped if the pass has no budget for
+    """Number of the spec's tokens that belong to a fused canvas. Behind a draft they are dropped if the pass has no budget for
     them."""
     may_be_late: bool = False
     """True if the draft may stay on the device until it is verified, because no policy cuts it by confidence."""
@@ -201,7 +201,7 @@ class Work(Generic[R]):
     @property
     def num_tokens(self) -> int:
         """Most tokens of this request in the target's pass."""
-        return self.num_known + self.ask.size
+        return self.num_known + self.spec.size
 
     @property
     def num_kept(self) -> int:

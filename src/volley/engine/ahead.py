@@ -113,7 +113,7 @@ class Ahead:
         if not all(reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
             return
         segments = [Segment(work.request.table, start, 1 + size) for work, start in zip(going_on, starts, strict=True)]
-        guesses = [Work(own.request, replace(own.ask, size=size, positions=size)) for own in going_on]
+        guesses = [Work(own.request, replace(own.spec, size=size, positions=size)) for own in going_on]
         if size:
             outputs = self._launch_chains(step, going_on, guesses, tokens, segments)
         else:
@@ -185,7 +185,7 @@ class Ahead:
         launched, passes = self._launched, self._runner.passes
         if not works or launched is None or passes is None or launched.run != passes.num_runs:
             return False
-        is_as_long = self._pacing.policy.is_steady or max(work.ask.size for work in works) == launched.size
+        is_as_long = self._pacing.policy.is_steady or max(work.spec.size for work in works) == launched.size
         return is_as_long and all(_is_foreseen(work, launched) for work in works)
 
     def serve(self, step: Step) -> bool:
@@ -202,7 +202,7 @@ class Ahead:
         with step.timings.count("verify"):
             rows, segments = list[int](), list[Segment]()
             for work, place in zip(step.works, places, strict=True):
-                if size := work.ask.size:
+                if size := work.spec.size:
                     work.proposal = launched.drafts[place.number].first(size)
                     step.is_late = True
                 work.rows = slice(len(rows), len(rows) + 1 + size)
@@ -214,19 +214,19 @@ class Ahead:
 
 
 def _is_chain(work: Work[Request]) -> bool:
-    return work.kind is Kind.DECODE and work.ask.shape is Shape.CHAIN
+    return work.kind is Kind.DECODE and work.spec.shape is Shape.CHAIN
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
     """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
-    place, ask = launched.places.get(work.request), work.ask
-    if place is None or place.before.is_cut or not _is_chain(work) or ask.size > launched.size:
+    place, spec = launched.places.get(work.request), work.spec
+    if place is None or place.before.is_cut or not _is_chain(work) or spec.size > launched.size:
         return False
-    is_usable = ask.rule is place.before.ask.rule and work.may_be_late
+    is_usable = spec.rule is place.before.spec.rule and work.may_be_late
     # The first tokens of a longer block differ from those of a shorter block. Only seeded rejection sampling depends on that.
-    if ask.rule is Rule.SPECULATIVE and work.request.params.seed is not None:
-        is_usable = is_usable and ask.size == launched.size
-    return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not ask.size)
+    if spec.rule is Rule.SPECULATIVE and work.request.params.seed is not None:
+        is_usable = is_usable and spec.size == launched.size
+    return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not spec.size)
 
 
 def _chosen(works: Works, tokens: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ class Pacing:
                     found[-1] = request.find(min(MOST_FOUND, request.remaining - 1))
                     view.found = found[-1][1]
         asked = [view for view in views if view is not None]
-        asks = iter(self.policy.decide(asked, under_way) if asked else [])
+        specs = iter(self.policy.decide(asked, under_way) if asked else [])
         works = []
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
-            work = request.procedure.next_work(request, NO_DRAFT if view is None else next(asks))
+            work = request.procedure.next_work(request, NO_DRAFT if view is None else next(specs))
             work.found, work.found_confidence = tokens, sure
-            work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.ask)
+            work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.spec)
             works.append(work)
         return works
 
@@ -47,7 +47,7 @@ class Pacing:
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
                 is_followed = work.request.procedure.is_followed(work.request.params)
-                work.request.rests = not (is_followed and (is_kept or work.ask.positions))
+                work.request.rests = not (is_followed and (is_kept or work.spec.positions))
 
     def gives_way(self, step: Step) -> bool:
         """Return True if the step is dropped because a prompt arrived before its target pass. Drafts are made again after the
@@ -57,7 +57,7 @@ class Pacing:
         step after a dropped one always runs to its end.
         """
         newcomers, works = self.costs.arrivals.newcomers, step.works
-        only_drafts = len(step.decoding) == len(works) and any(work.ask.positions for work in works)
+        only_drafts = len(step.decoding) == len(works) and any(work.spec.positions for work in works)
         if not (self._may_give_way and only_drafts and newcomers is not None and newcomers()):
             return False
         self._may_give_way = False
@@ -90,7 +90,7 @@ class Pacing:
         before, self._num_timed = self._num_timed, costs.draft.num_timed + costs.target.num_timed
         if not self.policy.uses_costs or before != self._num_timed:  # passes were timed within this step
             return
-        drafts = [cycle.ask.positions for cycle in step.cycles if cycle.ask.positions]
+        drafts = [cycle.spec.positions for cycle in step.cycles if cycle.spec.positions]
         drafted = len(drafts) + sum(drafts), len(drafts)
         verified = sum(1 + cycle.verified for cycle in step.cycles), len(step.cycles)
         drafting = step.drafting

@@ -115,8 +115,8 @@ class Scheduler:
             self.waiting.remove(request)
             insort_right(self.running, request, key=_priority)
             work = pacing.decide([request], under_way)[0] if request.is_decoding else _read(request, budget)
-            if work.ask.shape is not Shape.CHAIN:
-                work.ask = work.ask.cut(max(work.ask.positions, budget - 1))
+            if work.spec.shape is not Shape.CHAIN:
+                work.spec = work.spec.cut(max(work.spec.positions, budget - 1))
             taken = self._schedule(work, works)
             if not taken:  # too few pages after all: it waits again
                 break
@@ -153,7 +153,7 @@ class Scheduler:
         for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
             has_room = work.num_tokens <= room or room == most
             if work.kind is Kind.VERIFY and not has_room:
-                work.ask, work.num_fused, has_room = replace(work.ask, size=work.ask.size - work.num_fused), 0, True
+                work.spec, work.num_fused, has_room = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
             if has_room:
                 room -= work.num_tokens
                 work.request.denoised_at = self.step
@@ -171,7 +171,7 @@ class Scheduler:
         request = work.request
         if request not in self.running:  # it was preempted in this step
             return 0
-        chain = work.ask.size if work.ask.shape is Shape.CHAIN else work.ask.positions
+        chain = work.spec.size if work.spec.shape is Shape.CHAIN else work.spec.positions
         while not self.sequences.reserve(request, request.computed + work.num_known + chain):
             victim = self.running[-1]
             self.preempt(victim)
@@ -183,20 +183,21 @@ class Scheduler:
 
     def _share_out(self, works: list[Work[Request]]) -> None:
         """Give trees and prompt-lookup drafts half of the tokens that chains leave, in equal parts; prompts get the rest."""
-        larger = [work for work in works if work.ask.shape is not Shape.CHAIN]
+        larger = [work for work in works if work.spec.shape is not Shape.CHAIN]
         left = self.capacity.max_batch_tokens - sum(
-            work.num_tokens if work.ask.shape is Shape.CHAIN else work.num_known + work.ask.positions for work in works
+            work.num_tokens if work.spec.shape is Shape.CHAIN else work.num_known + work.spec.positions
+            for work in works
         )
         for work in larger:
-            work.ask = work.ask.cut(work.ask.positions + max(0, left) // 2 // len(larger))
+            work.spec = work.spec.cut(work.spec.positions + max(0, left) // 2 // len(larger))
 
     def _grow_others(self, works: list[Work[Request]]) -> None:
         """Reserve pages for trees and prompt-lookup drafts, which are cut if few pages are left."""
         for work in works:
-            if work.ask.shape is not Shape.CHAIN:
+            if work.spec.shape is not Shape.CHAIN:
                 request = work.request
-                work.ask = work.ask.cut(self.sequences.pages.room(request) - request.length)
-                grown = self.sequences.reserve(request, request.length + work.ask.size)
+                work.spec = work.spec.cut(self.sequences.pages.room(request) - request.length)
+                grown = self.sequences.reserve(request, request.length + work.spec.size)
                 assert grown, "there was room"
 
     def preempt(self, request: Request) -> None:
@@ -232,4 +233,4 @@ _priority = attrgetter("params.priority")
 
 
 def _drafts(work: Work[Request]) -> bool:
-    return work.kind is Kind.DECODE and work.ask.size > 0
+    return work.kind is Kind.DECODE and work.spec.size > 0

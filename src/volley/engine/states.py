@@ -199,7 +199,7 @@ class DraftContext(SequenceState):
         waiting, most = len(self.backlog), self.most_waiting
         if any(work.kind is Kind.PREFILL for work in step.works):
             most *= 2
-        if not waiting or not (waiting >= most or any(work.ask.positions for work in step.works)):
+        if not waiting or not (waiting >= most or any(work.spec.positions for work in step.works)):
             return
         started, overdue = time.perf_counter(), 1 - self._decoded / waiting
         self.settle()

@@ -78,22 +78,22 @@ class Step:
     def note_noise_used(self) -> None:
         """Record for each request up to which position a draft has used the target's noise."""
         for work in self.works:
-            if work.ask.positions and work.ask.rule is Rule.MATCH:
+            if work.spec.positions and work.spec.rule is Rule.MATCH:
                 work.request.noise_used_until = max(
-                    work.request.noise_used_until, work.request.length + work.ask.positions
+                    work.request.noise_used_until, work.request.length + work.spec.positions
                 )
 
 
 def propose(step: Step, drafter: Proposer | None) -> None:
     """Fill in the proposal of every work that asks for a draft."""
     with step.timings.count("draft"):
-        drafting: list[Work[Any]] = [work for work in step.works if work.ask.positions]
+        drafting: list[Work[Any]] = [work for work in step.works if work.spec.positions]
         for work in step.works:
             is_read = work.kind is Kind.PREFILL and work.request.computed + work.num_known == work.request.length
             if is_read and drafter is not None:
                 drafter.see(work.request.token_ids)
-            if work.ask.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
-                work.proposal = Proposal(work.found[: work.ask.size])
+            if work.spec.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
+                work.proposal = Proposal(work.found[: work.spec.size])
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"
             step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)

@@ -31,9 +31,9 @@ class Acceptance:
         self._squares = [[0.1] * 4 for _ in start]  # sums of squared gradients; 0.1 keeps the first steps short
         self._records: dict[int, tuple[float, float]] = {}  # by request: Σ (right - expected) and Σ variance
 
-    def gains(self, request_id: int, kind: int, confidence: list[float], price: float = 0.0) -> list[float]:
+    def gains(self, request_id: int, kind: int, confidence: list[float], threshold: float = 0.0) -> list[float]:
         """Return the probability that each position, or node, is accepted with all before it, up to the first below the
-        threshold ``price``.
+        ``threshold``.
 
         Plain Python takes a fifth of the time of arrays for a few positions.
         """
@@ -44,7 +44,7 @@ class Acceptance:
         for slot, sure in enumerate(confidence):
             alone = 1 / (1 + exp(-constant - slope * _odds(kind, sure) - later * slot / 8))
             gain = min(gain, alone) if kind >= TREE else gain * alone
-            if gain < price:
+            if gain < threshold:
                 break
             gains.append(gain)
         return gains

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from volley.decode.work import Ask, Rule, Shape
+from volley.decode.work import DraftSpec, Rule, Shape
 from volley.errors import ConfigError
 from volley.policies.cost import Costs
 
@@ -33,25 +33,27 @@ class View:
     found: list[float] = field(default_factory=list)
     """Confidence of each prompt-lookup token: n / (n + 1) if the n tokens before it match."""
 
-    def draft(self, positions: int, nodes: int = 0, price: float = 0.0) -> Ask:
-        """Ask for a draft of ``positions``, 0 for plain decoding: a chain, or a tree of up to ``nodes`` tokens."""
+    def draft(self, positions: int, nodes: int = 0, threshold: float = 0.0) -> DraftSpec:
+        """Return the spec for a draft of ``positions``, 0 for plain decoding: a chain, or a tree of up to ``nodes`` tokens."""
         nodes = nodes if self.max_nodes is None else self.max_nodes
         if nodes and (positions := min(positions, self.limit)):
-            return Ask(Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.MATCH, nodes, positions, price)
+            return DraftSpec(
+                Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.MATCH, nodes, positions, threshold
+            )
         positions = min(positions, self.chain_limit)
-        return Ask(Shape.CHAIN, self.rule, positions, positions, price)
+        return DraftSpec(Shape.CHAIN, self.rule, positions, positions, threshold)
 
-    def copy(self, size: int) -> Ask:
-        """Ask to verify the first ``size`` prompt-lookup tokens."""
-        return Ask(Shape.COPY, self.rule, min(size, len(self.found)))
+    def copy(self, size: int) -> DraftSpec:
+        """Return the spec that verifies the first ``size`` prompt-lookup tokens."""
+        return DraftSpec(Shape.COPY, self.rule, min(size, len(self.found)))
 
 
 @dataclass(slots=True)
 class Cycle:
-    """Outcome of one ask. A policy sees no token."""
+    """Outcome of one draft spec. A policy sees no token."""
 
     request_id: int
-    ask: Ask
+    spec: DraftSpec
     confidence: list[float]
     """Drafter confidences. For a chain: the largest probability at each position in the drafter's first pass, before anything
     was drawn, so it does not depend on sampled tokens. For a tree, whose verification is lossless in any case: each node's
@@ -111,8 +113,8 @@ class Policy(ABC):
         """Take the logits ``[V]`` after a prompt that was read, and its last token's tapped states ``[taps · H]``."""
 
     @abstractmethod
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
-        """Return the ask of each view. ``under_way`` is the number of running and waiting requests, at most as many as may
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
+        """Return the draft spec of each view. ``under_way`` is the number of running and waiting requests, at most as many as may
         run."""
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
@@ -124,13 +126,13 @@ class Policy(ABC):
         """
         return 1
 
-    def cuts(self, ask: Ask) -> bool:
+    def cuts(self, spec: DraftSpec) -> bool:
         """Return True if :meth:`trim` may cut this draft. The host must then read it before it is verified."""
         return self.uses_confidence
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         """Return how many tokens of each draft to verify: the first ones of a chain, the most likely ones of a tree."""
-        return [cycle.ask.size for cycle in cycles]
+        return [cycle.spec.size for cycle in cycles]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
         """Learn from accepted tokens."""

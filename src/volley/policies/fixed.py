@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence, Set
 
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.errors import ConfigError
 from volley.policies.base import Cycle, Policy, View
 
@@ -16,7 +16,7 @@ class Fixed(Policy):
         """Fix the block size; 0 is the drafter's own."""
         self.block_size = block_size
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(self.block_size - 1) for view in views]
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
@@ -33,13 +33,13 @@ class Feedback(Policy):
         self.smallest, self.block_size = smallest, largest
         self.positions: dict[int, int] = {}
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(self.positions.setdefault(view.request_id, self.block_size - 1)) for view in views]
 
     def observe(self, cycles: Sequence[Cycle]) -> None:
         for cycle in cycles:
             if cycle.verified:
-                rate = cycle.accepted / min(cycle.verified, cycle.ask.positions)  # a tree has more nodes than levels
+                rate = cycle.accepted / min(cycle.verified, cycle.spec.positions)  # a tree has more nodes than levels
                 step = (rate > 0.9) - (rate < 0.6)
                 size = min(max(self.positions[cycle.request_id] + step, self.smallest - 1), self.block_size - 1)
                 self.positions[cycle.request_id] = size

@@ -15,7 +15,7 @@ from math import log
 import numpy as np
 
 from volley.decode.lookup import MOST_FOUND
-from volley.decode.work import Ask, Rule, Shape
+from volley.decode.work import DraftSpec, Rule, Shape
 from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
@@ -96,7 +96,7 @@ class Goodput(Policy):
         if self.uses_lookup:
             self.costs.target(1 + MOST_FOUND, 1)
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         assert self.costs is not None
         self._cycle += 1
         if self.block_size == 1 and not any(view.found for view in views):
@@ -115,13 +115,13 @@ class Goodput(Policy):
         plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
-        asks, room = list[Ask](), 0 if is_probe else self._review.room
+        specs, room = list[DraftSpec](), 0 if is_probe else self._review.room
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
             room -= copied
             own = min(size, plan.nodes)
-            asks.append(view.copy(copied) if copied else view.draft(plan.slots[kind], own, plan.prices[kind]))
-        return asks
+            specs.append(view.copy(copied) if copied else view.draft(plan.slots[kind], own, plan.thresholds[kind]))
+        return specs
 
     def _nodes(self, under_way: int) -> int:
         """Return the number of tree nodes while ``under_way`` requests are running or waiting; 0: no trees."""
@@ -245,13 +245,15 @@ class Goodput(Policy):
             tokens, count = tokens + gain, count + 1
         return count if log(tokens) - cost * count > least[kind] else 0
 
-    def cuts(self, ask: Ask) -> bool:
-        return ask.price > 0
+    def cuts(self, spec: DraftSpec) -> bool:
+        return spec.threshold > 0
 
     def trim(self, cycles: Sequence[Cycle]) -> list[int]:
         gains = self.acceptance.gains
         return [
-            len(gains(own.request_id, _kind(own.ask), own.confidence, own.ask.price)) if own.ask.price else own.ask.size
+            len(gains(own.request_id, _kind(own.spec), own.confidence, own.spec.threshold))
+            if own.spec.threshold
+            else own.spec.size
             for own in cycles
         ]
 
@@ -261,14 +263,18 @@ class Goodput(Policy):
             self._tried[self._trial], self._trial = self._cycle, None
         every, plan = min(max(len(cycles), _OFTEN), _SELDOM), self._review.plan
         for cycle in cycles:
-            kind = _kind(cycle.ask)
-            is_trial = len(self._blocks[kind]) < _ENOUGH or not plan.slots[kind] or cycle.ask.price != plan.prices[kind]
+            kind = _kind(cycle.spec)
+            is_trial = (
+                len(self._blocks[kind]) < _ENOUGH
+                or not plan.slots[kind]
+                or cycle.spec.threshold != plan.thresholds[kind]
+            )
             is_trial |= self._learnt.get(cycle.request_id, _OPENING) < _OPENING
-            if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.ask.positions):
+            if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.spec.positions):
                 continue
             if cycle.found_right:
                 self.recurrence.observe(cycle.request_id, kind % TREE, cycle.found, cycle.found_right)
-            if cycle.ask.positions:
+            if cycle.spec.positions:
                 self.acceptance.observe(cycle.request_id, kind, cycle.confidence, cycle.right)
                 usual = self._usual[kind]
                 gains = self.acceptance.gains(cycle.request_id, kind, cycle.confidence) or [0.0]
@@ -288,5 +294,5 @@ class Goodput(Policy):
         self.recurrence.end(request_id)
 
 
-def _kind(ask: Ask) -> int:
-    return (ask.rule is not Rule.GREEDY) + TREE * (ask.shape is Shape.TREE)
+def _kind(spec: DraftSpec) -> int:
+    return (spec.rule is not Rule.GREEDY) + TREE * (spec.shape is Shape.TREE)

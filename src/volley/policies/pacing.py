@@ -15,10 +15,10 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
     for work in works:
         sure = work.proposal.confidence
         sure = sorted(sure, reverse=True) if work.proposal.parents is not None else sure
-        cycles.append(Cycle(work.request.request_id, work.ask, sure, work.found_confidence))
-    if any(work.ask.positions for work in works):
+        cycles.append(Cycle(work.request.request_id, work.spec, sure, work.found_confidence))
+    if any(work.spec.positions for work in works):
         for work, size in zip(works, policy.trim(cycles), strict=True):
-            if work.ask.positions:
+            if work.spec.positions:
                 work.proposal = _cut(work.proposal, size)
     return cycles
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from volley.decode.work import Ask
+from volley.decode.work import DraftSpec
 from volley.models.drafters.pilot import PilotConfig, features
 from volley.policies.base import Policy, View
 
@@ -23,7 +23,7 @@ class Pilot(Policy):
         found = features(self.config.input, logits.new_tensor([temperature]), logits[None], hidden[None])
         self.positions[request_id] = self.config.block_sizes[int(self.net(found).argmax())] - 1
 
-    def decide(self, views: Sequence[View], under_way: int) -> list[Ask]:
+    def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         # Requests that were read before this policy was set use the largest block.
         return [view.draft(self.positions.get(view.request_id, self.block_size - 1)) for view in views]
 

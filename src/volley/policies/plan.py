@@ -12,7 +12,7 @@ from volley.policies.cost import Costs, FloatArray
 _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # lengths of chains that are tried besides the longest; neighbours differ by 1 %
 # Thresholds that are tried: a position with a lower probability is not verified, and 0 keeps blocks whole. Neighbours are about
 # as good.
-_PRICES = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
+_THRESHOLDS = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
 PLAIN, WHOLE = 0, 1  # indices of two options: no draft, and the longest one, whole
 UNEVEN = 1.04  # factor of the time of a pass over cut blocks, because queries are padded to the longest
 _SPREAD = 2.0  # standard deviations by which a long cycle verifies more tokens than a usual one
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     seconds: float  # seconds of a cycle
     waiting: float  # seconds that a prompt waits for a long cycle
     slots: list[int]  # positions that a request drafts
-    prices: list[float]  # threshold: a position, or node, with a lower probability is not verified
+    thresholds: list[float]  # threshold: a position, or node, with a lower probability is not verified
     tokens: list[float]  # tokens that a request gains in a cycle
     verified: list[float]  # positions, or nodes, of a request that a cycle verifies
     nodes: int = 10**6  # most nodes of a tree
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 class Planner:
     """Searches the options for each kind of request. An option is a pair of draft length and threshold.
 
-    ``_options`` has the axes [slots, prices, tokens, verified], kind and option. ``_spread`` has the axes [variance, maximum]
+    ``_options`` has the axes [slots, thresholds, tokens, verified], kind and option. ``_spread`` has the axes [variance, maximum]
     of verified tokens, kind and option. If reading confidences would make the host wait, the only threshold is 0.
     """
 
@@ -50,24 +50,24 @@ class Planner:
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
         """Longest allowed wait of a prompt for a cycle, in seconds."""
-        prices = _PRICES[:1] if costs.drafts_late else _PRICES
+        thresholds = _THRESHOLDS[:1] if costs.drafts_late else _THRESHOLDS
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
-        slots = self._slots = np.append(0, np.repeat(sizes, len(prices)))
-        self._options = np.zeros((4, KINDS, len(slots)))  # rows: slots, prices, tokens and verified, as in Plan
+        slots = self._slots = np.append(0, np.repeat(sizes, len(thresholds)))
+        self._options = np.zeros((4, KINDS, len(slots)))  # rows: slots, thresholds, tokens and verified, as in Plan
         self._spread = np.zeros((2, KINDS, len(slots)))  # rows: variance and maximum of what a request verifies
         self._options[0] = slots
         self._options[0, TREE:] = most * (slots > 0)  # a tree is drafted whole or not at all
-        self._options[1] = np.append(0.0, np.tile(prices, len(sizes)))
+        self._options[1] = np.append(0.0, np.tile(thresholds, len(sizes)))
         self._options[2] = 1.0
         self._options[:2, [kind for kind in range(KINDS) if kind not in gains]] = 0.0
         for kind, chances in gains.items():
-            kept = chances >= prices[:, None, None]  # [prices, slots, blocks]
+            kept = chances >= thresholds[:, None, None]  # [thresholds, slots, blocks]
             last = np.minimum(sizes, len(chances)) if kind < TREE else np.full(len(sizes), len(chances))
             for row, values in ((2, kept * np.minimum(trust[kind] * chances, 1.0)), (3, kept)):
                 self._options[row, kind, 1:] += values.mean(axis=2).cumsum(axis=1)[:, last - 1].T.ravel()
             if self.most_seconds < np.inf:
                 self._spread[0, kind, 1:] = kept.cumsum(axis=1)[:, last - 1].var(axis=2).T.ravel()
-                self._spread[1, kind, 1:] = np.repeat(last, len(prices))
+                self._spread[1, kind, 1:] = np.repeat(last, len(thresholds))
 
     def promise(self, options: Any) -> Plan:
         """Return the plan that uses one option for each kind."""
@@ -115,8 +115,8 @@ class Planner:
 
     def _worthy(self, kind: int) -> Any:
         """Return a kind's options: plain, and those that no other draft beats or equals in tokens and in all costs."""
-        slots, prices, tokens, verified = self._options[:, kind]
-        costs = np.stack([slots, prices > 0, verified, *self._spread[:, kind], -tokens])
+        slots, thresholds, tokens, verified = self._options[:, kind]
+        costs = np.stack([slots, thresholds > 0, verified, *self._spread[:, kind], -tokens])
         beaten = (costs[:, :, None] <= costs[:, None]).all(axis=0)  # [by, option]
         beaten &= (costs[:, :, None] < costs[:, None]).any(axis=0) | ~np.tri(len(slots), dtype=bool)
         beaten[PLAIN] = False
@@ -125,9 +125,9 @@ class Planner:
     def _expect(self, options: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return rate, seconds and waiting of plans ``[plans]`` with ``options [kinds, plans]``."""
         kinds = np.arange(KINDS)[:, None]
-        slots, prices, tokens, verified = self._options[:, kinds, options]
+        slots, thresholds, tokens, verified = self._options[:, kinds, options]
         usual, drafting = self._counts @ verified, self._drafting(self._counts @ slots, self._counts @ (slots > 0))
-        uneven = np.where((self._counts @ prices > 0) & (self._total > 1), UNEVEN, 1.0)
+        uneven = np.where((self._counts @ thresholds > 0) & (self._total > 1), UNEVEN, 1.0)
         seconds = (self._costs.target.expected(self._total + usual, self._total) + drafting) * uneven
         rates = self._total * np.exp(self._counts / self._total @ np.log(tokens)) / seconds
         if self.most_seconds == np.inf:

@@ -14,7 +14,7 @@ from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, Reveal, g
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import PositionNoise, Score, best_tokens, scores_of, without
-from volley.decode.work import NO_DRAFT, Ask, Kind, Rule, Shape, Verdict, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Rule, Shape, Verdict, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
 from volley.memory.device import most_together
@@ -128,7 +128,7 @@ class Denoising(Procedure):
             return Work(request, NO_DRAFT, kind, size)
         return Work(request, self._open(request), kind, size)
 
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         return Work(request, self._open(request), Kind.DENOISE, 0)
 
     def _awaits_first(self, request: Request) -> bool:
@@ -136,11 +136,11 @@ class Denoising(Procedure):
         is_given = request.length > self.prefill_end(request)
         return self.family.is_shifted and request.canvas is None and not is_given
 
-    def _open(self, request: Request) -> Ask:
+    def _open(self, request: Request) -> DraftSpec:
         if request.canvas is None:
             start = self.prefill_end(request)
             request.canvas = self.make_canvas(request, start, request.token_ids[start:])
-        return Ask(Shape.CHAIN, Rule.GREEDY, len(request.canvas))
+        return DraftSpec(Shape.CHAIN, Rule.GREEDY, len(request.canvas))
 
     def make_canvas(self, request: Request, start: int, given: Sequence[int]) -> Canvas:
         return self.denoiser(request).open(start, given, diffusion_of(request), self.noise(request))
@@ -162,7 +162,7 @@ class Denoising(Procedure):
         return request.noise
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
-        request, size, canvas = work.request, work.num_known, work.ask.size
+        request, size, canvas = work.request, work.num_known, work.spec.size
         tokens = request.token_ids[request.computed : request.computed + size]
         if self.family.has_causal_context:
             groups = (1,) * size
@@ -186,17 +186,17 @@ class Denoising(Procedure):
 
     def num_rows(self, work: Work[Request]) -> int:
         request = work.request
-        if work.ask.size:
-            return work.ask.size
+        if work.spec.size:
+            return work.spec.size
         is_last = request.computed + work.num_known == self.prefill_end(request)
         return int(is_last and self._awaits_first(request))
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
     def absorb(self, works: Works, logits: Tensor) -> None:
-        self.denoise([(work.request, logits[work.rows]) for work in works if work.ask.size])
+        self.denoise([(work.request, logits[work.rows]) for work in works if work.spec.size])
         for work in works:
             request = work.request
-            if work.ask.size:
+            if work.spec.size:
                 request.stats.denoising_steps += 1
                 work.is_broken = request.canvas is None
                 if not work.is_broken:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from volley.config import DecodingConfig
 from volley.decode.sampling import without
-from volley.decode.work import Ask, Kind, Shape, Work
+from volley.decode.work import DraftSpec, Kind, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.policies.base import View
@@ -52,16 +52,16 @@ class InPlace(Speculative):
         emits = request.computed + num_tokens == request.length and request.remaining > 0
         return Work(request, self._ask(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
 
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         return Work(request, self._ask(request, self.num_beside(0)), Kind.VERIFY)
 
     @staticmethod
-    def _ask(request: Request, size: int) -> Ask:
-        return Ask(Shape.CHAIN, coupled_rule(request), size)
+    def _ask(request: Request, size: int) -> DraftSpec:
+        return DraftSpec(Shape.CHAIN, coupled_rule(request), size)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
         tokens, segment = super().segment(work)
-        if not work.ask.size:
+        if not work.spec.size:
             return tokens, segment
         count, drafted = len(tokens), len(work.proposal.token_ids)
         masks = [self.mask_token_id] * (1 + drafted)

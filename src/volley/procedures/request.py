@@ -12,7 +12,7 @@ from volley.decode.late import Reading
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise, Score
-from volley.decode.work import NO_DRAFT, Ask, Kind, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Work
 from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
@@ -63,12 +63,12 @@ class Procedure(ABC):
     def read(self, request: "Request", num_tokens: int) -> Work["Request"]:
         """Make the work that computes the next ``num_tokens`` of a prompt, or of tokens whose K/V a preemption dropped."""
         view = self.view(request, 1)
-        ask = NO_DRAFT if view is None else view.draft(0)
-        return Work(request, ask, Kind.PREFILL, num_tokens)
+        spec = NO_DRAFT if view is None else view.draft(0)
+        return Work(request, spec, Kind.PREFILL, num_tokens)
 
     @abstractmethod
-    def next_work(self, request: "Request", ask: Ask) -> Work["Request"]:
-        """Make the work of a request that has been read; ``ask`` is the policy's decision about its view."""
+    def next_work(self, request: "Request", spec: DraftSpec) -> Work["Request"]:
+        """Make the work of a request that has been read; ``spec`` is the policy's decision about its view."""
 
     @abstractmethod
     def segment(self, work: Work["Request"]) -> tuple[list[int], Segment]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from volley.decode.canvas import Canvas, CoupledNoise
 from volley.decode.sampling import PositionNoise
-from volley.decode.work import Ask, Kind, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Kind, Proposal, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.target import Target
@@ -70,10 +70,10 @@ class SelfSpeculative(Denoising):
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         work = self.verifier.read(request, num_tokens)
-        work.ask = replace(work.ask, rule=coupled_rule(request))
+        work.spec = replace(work.spec, rule=coupled_rule(request))
         return work
 
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
         size = min(canvas_length(request.params) - 1, self.verifier.most_drafted(request))
         rule, canvas = coupled_rule(request), request.canvas
         is_plain = request.length == request.plain_at
@@ -82,9 +82,9 @@ class SelfSpeculative(Denoising):
         if canvas is None and size > 0 and not is_plain:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
         if canvas is None:
-            return Work(request, Ask(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
+            return Work(request, DraftSpec(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
         if not canvas.done:
-            return Work(request, Ask(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, num_fused=len(canvas))
+            return Work(request, DraftSpec(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, num_fused=len(canvas))
         draft, confidence = canvas.tokens[1 : 1 + size].tolist(), canvas.confidence[1 : 1 + size].tolist()
         beside, request.canvas = self.verifier.num_beside(len(draft)), None
         if self._should_fuse(request, confidence, beside + 1):
@@ -92,9 +92,9 @@ class SelfSpeculative(Denoising):
         num_fused = 0 if request.canvas is None else len(request.canvas)
         if request.computed + 1 + beside + num_fused > request.room:
             request.canvas, num_fused = None, 0
-        ask = Ask(Shape.CHAIN, rule, beside + num_fused)
+        spec = DraftSpec(Shape.CHAIN, rule, beside + num_fused)
         work = SelfCheck(
-            request, ask, Kind.VERIFY, proposal=Proposal(draft), num_fused=num_fused, confidence=confidence
+            request, spec, Kind.VERIFY, proposal=Proposal(draft), num_fused=num_fused, confidence=confidence
         )
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.is_fused
@@ -183,7 +183,7 @@ class SelfSpeculative(Denoising):
     def _learn(self, work: Work[Request]) -> None:
         if self.steps is None or not isinstance(work, SelfCheck):
             return
-        is_greedy = work.ask.rule is Rule.GREEDY
+        is_greedy = work.spec.rule is Rule.GREEDY
         self.steps.note_right(work.confidence, work.verdict.accepted, is_greedy=is_greedy)
         if not work.steps:
             return

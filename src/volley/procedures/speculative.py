@@ -32,7 +32,7 @@ from volley.decode.sampling import (
     uniforms_of,
 )
 from volley.decode.verify import verify_choices, verify_speculative, verify_tree
-from volley.decode.work import Ask, Rule, Verdict, Work
+from volley.decode.work import DraftSpec, Rule, Verdict, Work
 from volley.memory.batch import Segment
 from volley.memory.upload import upload, upload_indices
 from volley.policies.base import View
@@ -72,8 +72,8 @@ class Speculative(Procedure):
         """Return the longest draft that a decoding method may make itself."""
         return request.remaining - 1
 
-    def next_work(self, request: Request, ask: Ask) -> Work[Request]:
-        return Work(request, ask)
+    def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
+        return Work(request, spec)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
         request, proposal = work.request, work.proposal
@@ -112,7 +112,7 @@ class Speculative(Procedure):
             request, proposal = work.request, work.proposal
             judge, key = _judge_greedy, tuple[Any, ...]()
             if request.params.temperature > 0:
-                is_matched = work.ask.rule is Rule.MATCH or proposal.parents is not None
+                is_matched = work.spec.rule is Rule.MATCH or proposal.parents is not None
                 judge = _match if is_matched else _compare if proposal.draft_probs is None else _sample
                 key = *request.params.distribution, id(proposal.drafted)
             alike.setdefault((judge, *key), []).append(work)

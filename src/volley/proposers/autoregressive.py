@@ -51,28 +51,28 @@ class ChainProposer(Proposer):
         opened = set(map(id, drafted))
         for work in works:
             if id(work) not in opened:
-                work.ask = work.ask.cut(0)  # a draft that was not made must not count
+                work.spec = work.spec.cut(0)  # a draft that was not made must not count
         for work in (work for work in drafted if constraints(work.request.rules)):
             following = self._following(work)
             work.proposal = walk_constrained(following, work, self.device, with_confidence=with_confidence)
         free = [work for work in drafted if not constraints(work.request.rules)]
-        alike = group_by(free, lambda work: (work.ask.rule, work.request.params.distribution))
+        alike = group_by(free, lambda work: (work.spec.rule, work.request.params.distribution))
         for (rule, _), indices in alike.items():
             members = [free[index] for index in indices]
-            sure = [0.0] * sum(work.ask.positions for work in members) if with_confidence else None
+            sure = [0.0] * sum(work.spec.positions for work in members) if with_confidence else None
             proposals = WALKS[rule](self._transitions(members, sure), members)
             starts = _starts(members)
             for work, proposal, start in zip(members, proposals, starts, strict=True):
                 work.proposal = proposal
                 if sure is not None:
-                    proposal.confidence = sure[start : start + work.ask.positions]
+                    proposal.confidence = sure[start : start + work.spec.positions]
             read_drafts(members)
         return 0.0
 
     def _transitions(self, works: Works, sure: list[float] | None) -> Transitions:
         """Return a function for logits after tokens, one position of each block at a time, in order. Confidences go into
         ``sure``, if given."""
-        owner = [work for work in works for _ in range(work.ask.positions)]
+        owner = [work for work in works for _ in range(work.spec.positions)]
 
         def after(rows: list[int], token_ids: list[int] | Tensor) -> Tensor:
             requests = [owner[row].request for row in rows]
@@ -126,7 +126,7 @@ class AutoregressiveProposer(ChainProposer):
     def _open(self, work: Work[Any], works: Works) -> bool:
         """Prepare the text of a work's request up to its anchor; return False if it does not fit with its draft."""
         request = work.request
-        needed = request.length + work.ask.positions
+        needed = request.length + work.spec.positions
         if needed > self.model.context_length:
             self._forget(request.request_id)
             return False
@@ -178,4 +178,4 @@ def _starts(works: Works) -> Iterator[int]:
     row = 0
     for work in works:
         yield row
-        row += work.ask.positions
+        row += work.spec.positions

@@ -26,7 +26,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, works: Works, *, with_confidence: bool) -> float:
-        """Fill in ``proposal`` of every work, within its ``ask``; return the seconds that a sequential head took.
+        """Fill in ``proposal`` of every work, within its ``spec``; return the seconds that a sequential head took.
 
         Any tokens are allowed, but ``request.noise`` may be used only for works whose rule is ``MATCH`` (coupled sampling). A
         ``SPECULATIVE`` work (rejection sampling) is verified with ``draft_probs``, the distributions that its tokens were

@@ -92,7 +92,7 @@ class BlockProposer(Proposer):
     def _blocks(self, works: Works) -> list[Tensor]:
         """Return the token ids of each block, anchor and masks: ``[1 + k]``, or ``[k]`` if the anchor's slot drafts a token."""
         mask, saved = self.model.drafter.config.mask_token_id, self.model.drafter.config.sample_from_anchor
-        return [torch.tensor([work.request.anchor] + [mask] * (work.ask.positions - saved)) for work in works]
+        return [torch.tensor([work.request.anchor] + [mask] * (work.spec.positions - saved)) for work in works]
 
     def position_logits(self, works: Works, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits ``[Σ k, V]`` of the draft positions of ``blocks`` (anchor and masks), and the final states ``[Σ k,
@@ -209,13 +209,13 @@ def _processed(works: Works, logits: Tensor) -> Tensor:
 
 def _with_noise(works: Works, logits: Tensor) -> Tensor:
     """Return ``logits [Σ k, V]``; those of trees are coupled with the noise that the target will use."""
-    if all(work.ask.shape is not Shape.TREE for work in works):
+    if all(work.spec.shape is not Shape.TREE for work in works):
         return logits
     parts = zip(works, torch.split(logits, sizes_of(works)), strict=True)
     return torch.cat(
         [
             coupled_logits(rows, work.request.params, work.request.noise, work.request.length)
-            if work.ask.shape is Shape.TREE
+            if work.spec.shape is Shape.TREE
             else rows
             for work, rows in parts
         ]
@@ -231,4 +231,4 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
 
 def _can_be_late(work: Work[Any]) -> bool:
     """Return True if the host does not need the draft's tokens before it reads the target's choices."""
-    return work.may_be_late and work.ask.shape is Shape.CHAIN and not work.request.rules
+    return work.may_be_late and work.spec.shape is Shape.CHAIN and not work.request.rules

@@ -38,15 +38,15 @@ def choose_drafts(works: Works, head: Head, hidden: Tensor, logits: Tensor, star
     """
 
     def method(work: Work[Any]) -> tuple[Any, ...]:
-        is_greedy = work.ask.rule is Rule.GREEDY
-        if work.ask.shape is Shape.TREE:
+        is_greedy = work.spec.rule is Rule.GREEDY
+        if work.spec.shape is Shape.TREE:
             return (_grow_trees,)
         if is_greedy and isinstance(head, BoundHead):
             return (_walk_greedily,)
         if is_greedy and head is None:
             return _choose_independently, Rule.GREEDY
         choose = _choose_independently if head is None else _walk
-        return choose, work.ask.rule, work.request.params.distribution
+        return choose, work.spec.rule, work.request.params.distribution
 
     groups, parts = group_by(works, method), [torch.split(rows, sizes_of(works)) for rows in (hidden, logits)]
     for (choose, *_), members in groups.items():
@@ -57,7 +57,7 @@ def choose_drafts(works: Works, head: Head, hidden: Tensor, logits: Tensor, star
 
 
 def sizes_of(works: Works) -> list[int]:
-    return [work.ask.positions for work in works]
+    return [work.spec.positions for work in works]
 
 
 def places_of(cycles: Sequence[tuple[PositionNoise, int]], sizes: Sequence[int]) -> list[tuple[PositionNoise, int]]:
@@ -71,12 +71,12 @@ def _grow_trees(works: Works, head: BoundHead | None, hidden: Tensor, logits: Te
     else:
         lattices = head.lattices(hidden, logits, [work.request.anchor for work in works], sizes_of(works))
     for work, lattice in zip(works, lattices, strict=True):
-        work.proposal = expand(lattice, work.ask.size, draft_temperature(work.request.params))
+        work.proposal = expand(lattice, work.spec.size, draft_temperature(work.request.params))
 
 
 def _choose_independently(works: Works, _: None, __: Tensor, logits: Tensor, start: Start | None) -> None:
     """Choose chains of independent positions, with one rule and, unless that is greedy, equal sampling parameters."""
-    sizes, rule, params = sizes_of(works), works[0].ask.rule, works[0].request.params
+    sizes, rule, params = sizes_of(works), works[0].spec.rule, works[0].request.params
     cycles = [(work.request.noise, work.request.length + (start is not None)) for work in works]
     probs = None
     if rule is Rule.GREEDY:
@@ -107,7 +107,7 @@ def _walk_greedily(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor
 
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor, start: Start | None) -> None:
     """Draft chains token by token, of requests with one rule and equal sampling parameters."""
-    rule, drafted = works[0].ask.rule, None
+    rule, drafted = works[0].spec.rule, None
     if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
         if len(works) == 1 and start is None and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
             works[0].proposal = proposal
@@ -134,7 +134,7 @@ def _drawn(work: Work[Any], head: BoundHead, hidden: Tensor, logits: Tensor) -> 
     temperature = draft_temperature(params)
     if temperature == 0 or not params.is_whole or params.seed is not None:
         return None
-    uniforms = request.noise.uniforms(Purpose.DRAFT, request.length, work.ask.positions)
+    uniforms = request.noise.uniforms(Purpose.DRAFT, request.length, work.spec.positions)
     found = head.drawn(hidden, logits, request.anchor, uniforms, temperature)
     if found is None:
         return None
@@ -149,7 +149,7 @@ def rate_chains(model: DraftModel, works: Works, hidden: Tensor, anchors: Tensor
     before its position, so cutting by it is lossless.
     """
     each = zip(works, torch.split(hidden, sizes_of(works)), strict=True)
-    parts = [(work, states) for work, states in each if work.ask.shape is not Shape.TREE]
+    parts = [(work, states) for work, states in each if work.spec.shape is not Shape.TREE]
     if not parts:
         return
     chains = [work for work, _ in parts]

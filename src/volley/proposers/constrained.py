@@ -23,7 +23,7 @@ def draft_constrained(works: Works, head: Head, hidden: Tensor, logits: Tensor, 
     near = _read_rows(list(zip(works, rows, strict=True))) if head is None else rows
     for work, *own in zip(works, states, near, strict=True):
         following = _following(head, *own)
-        if work.ask.shape is Shape.TREE:
+        if work.spec.shape is Shape.TREE:
             work.proposal = grow_constrained(following, work)
         else:
             work.proposal = walk_constrained(following, work, logits.device, with_confidence=with_confidence)

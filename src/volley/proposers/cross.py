@@ -44,7 +44,7 @@ class CrossProposer(Proposer):
         self.drafter.rotary.cover(self.target.context_length + self.block_size)
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
-        blocks = [torch.tensor([work.request.anchor] + [MASK] * work.ask.positions) for work in works]
+        blocks = [torch.tensor([work.request.anchor] + [MASK] * work.spec.positions) for work in works]
         segments = [
             Segment(work.request.draft_table, work.request.length - 1, len(block), causal=False)
             for work, block in zip(works, blocks, strict=True)

@@ -13,7 +13,7 @@ _LESSON = 8  # passes timed before a cost-weighing policy decides
 
 
 class PassPacing:
-    """Ask the policy how much to draft and verify, and report the result to it.
+    """DraftSpec the policy how much to draft and verify, and report the result to it.
 
     A policy that weighs costs needs pass times. vLLM's passes cannot be measured in advance, so the first few draft whole blocks.
     The time above the estimate of ``measure_target`` is vLLM's overhead, assumed equal for every pass.
@@ -47,8 +47,8 @@ class PassPacing:
             for request, limit in zip(requests, limits, strict=True)
         ]
         self.known.update(request.request_id for request in requests)
-        asks = [view.draft(most) for view in views] if self.is_learning else self.policy.decide(views, len(views))
-        return [Work(request, ask) for request, ask in zip(requests, asks, strict=True)]
+        specs = [view.draft(most) for view in views] if self.is_learning else self.policy.decide(views, len(views))
+        return [Work(request, spec) for request, spec in zip(requests, specs, strict=True)]
 
     def trim(self, works: Sequence[Work[SlotRequest]]) -> None:
         """Cut the proposals to the length that the policy wants verified."""

@@ -175,11 +175,11 @@ class PluginProposer:
             room = max(0, self._max_length - lengths[row] - 1)
             limits.append(room if self.slots.has_seen(context, token_ids[row, : len(context)]) else 0)
         works = self.pacing.decide(requests, limits)
-        drafting = [work for work in works if work.ask.positions]
+        drafting = [work for work in works if work.spec.positions]
         if drafting:
             started = time.perf_counter()
             self.slots.proposer.propose(drafting, with_confidence=self.policy.uses_confidence)
-            tokens = len(drafting) + sum(work.ask.positions for work in drafting)
+            tokens = len(drafting) + sum(work.spec.positions for work in drafting)
             self.pacing.costs.draft.observe(tokens, len(drafting), time.perf_counter() - started)
         self.pacing.trim(works)
         for row, work in zip(ids, works, strict=True):

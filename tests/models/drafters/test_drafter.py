@@ -86,9 +86,9 @@ def record(engine: Engine) -> list[Draft]:
             logits, hidden = inner.position_logits(works, blocks)
             row = 0
             for work, block in zip(works, blocks, strict=True):
-                context, rows = work.request.token_ids[: work.request.computed], logits[row : row + work.ask.positions]
+                context, rows = work.request.token_ids[: work.request.computed], logits[row : row + work.spec.positions]
                 drafts.append(Draft(context, block.tolist(), rows))
-                row += work.ask.positions
+                row += work.spec.positions
             return logits, hidden
 
     engine.core.proposer = Recorded(inner.model, inner.config)
