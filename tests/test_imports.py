@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 
 from tests.models.gguf import files
+from tests.models.gguf.converted import random_model
 from tests.tiles import needs_kernels
 from volley import Engine, SamplingParams
 
@@ -18,7 +19,7 @@ HEAVY = (*COMPILER, "gguf")
 
 @needs_kernels
 def test_a_file_is_inspected_without_pytorch(tmp_path: Path) -> None:
-    model = files.random_model("llama", intermediate_size=128, head_dim=16)
+    model = random_model("llama", intermediate_size=128, head_dim=16)
     path = files.write_model(tmp_path / "m.gguf", model, "llama", "Q8_0")
     *_, sound, imported = run(f"""
         import sys
@@ -68,7 +69,7 @@ def test_a_command_imports_pytorch_only_to_load_an_engine() -> None:
 @pytest.mark.slow
 def test_generate_imports_neither_the_server_nor_the_benchmark_nor_another_model(tmp_path: Path) -> None:
     path = files.write_model(
-        tmp_path / "m.gguf", files.random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
+        tmp_path / "m.gguf", random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
     )
     *_, imported, frozen = run(f"""
         import gc, sys
@@ -88,7 +89,7 @@ def test_generate_imports_neither_the_server_nor_the_benchmark_nor_another_model
 def test_a_gguf_file_of_codes_is_loaded_without_the_compiler(tmp_path: Path) -> None:
     """Weights that are never read stay on the meta device, where some operations import it."""
     path = files.write_model(
-        tmp_path / "m.gguf", files.random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
+        tmp_path / "m.gguf", random_model("llama"), "llama", "Q8_0", tokenizer=files.bpe_tokenizer()
     )
     assert run(f"""
         import sys

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import TinyPair
 from tests.models.gguf import files
+from tests.models.gguf.converted import random_model
 from tests.tiles import needs_kernels
 from tests.tiny import SHAPE, random_drafter
 from tests.train.runs import engine_features
@@ -91,7 +92,7 @@ def test_each_document_passes_once(target: FrozenTarget, monkeypatch: pytest.Mon
 def test_a_quantised_file_is_read_as_it_decodes(tmp_path: Path) -> None:
     """The engine's prompt pass gives the same numbers; dense weights, whose inputs are not rounded to codes, give others."""
     path = tmp_path / "q4_0.gguf"
-    files.write_model(path, files.random_model("llama"), "llama", "Q4_0", tokenizer=files.bpe_tokenizer())
+    files.write_model(path, random_model("llama"), "llama", "Q4_0", tokenizer=files.bpe_tokenizer())
     target = FrozenTarget(str(path), torch.float32, torch.device("cpu"))
     assert target.served is not None
     found = OnlineFeatures(target, [0, 1], False)(DOCUMENTS, range(len(DOCUMENTS))).taps
