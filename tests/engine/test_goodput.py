@@ -35,7 +35,7 @@ class Meter:
 
         def spied(step: Step) -> None:
             assert step.batch is not None
-            self.passes.append((len(step.batch), any(work.ask.positions for work in step.works)))
+            self.passes.append((len(step.batch), any(work.spec.positions for work in step.works)))
             keep(step)
 
         monkeypatch.setattr(engine.core.sequences, "keep", spied)
