@@ -1,4 +1,4 @@
-"""Define ``Work``: what one request does in one step, with its draft request (``spec``), draft and verdict.
+"""Define ``Work``: what one request does in one step, with its draft specification (``spec``), draft and verdict.
 
 ``Engine.step`` fills it in and drops it. All data of one step is in it.
 """

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     seconds: float  # seconds of a cycle
     waiting: float  # seconds that a prompt waits for a long cycle
     slots: list[int]  # positions that a request drafts
-    thresholds: list[float]  # threshold: a position, or node, with a lower probability is not verified
+    thresholds: list[float]  # a position, or node, with a lower probability is not verified
     tokens: list[float]  # tokens that a request gains in a cycle
     verified: list[float]  # positions, or nodes, of a request that a cycle verifies
     nodes: int = 10**6  # most nodes of a tree

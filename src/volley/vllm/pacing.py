@@ -13,7 +13,7 @@ _LESSON = 8  # passes timed before a cost-weighing policy decides
 
 
 class PassPacing:
-    """DraftSpec the policy how much to draft and verify, and report the result to it.
+    """Ask the policy how much to draft and verify, and report the result to it.
 
     A policy that weighs costs needs pass times. vLLM's passes cannot be measured in advance, so the first few draft whole blocks.
     The time above the estimate of ``measure_target`` is vLLM's overhead, assumed equal for every pass.
