@@ -123,7 +123,7 @@ def test_a_prefix_hit_keeps_tokens_and_acceptance(pair: Pair, window: int | None
     options = {"page_size": 4, "num_pages": 40, **pools}
     for prompt in [prompt for prompt in BASE if len(prompt) > 16]:
         engine = Engine(pair.target, random_drafter(3), policy="fixed", draft_window=window, **options)
-        (plain,) = run(Engine(pair.target, policy="plain", prefix_caching=False, **options), [prompt])
+        (plain,) = run(Engine(pair.target, pair.drafter, policy="plain", prefix_caching=False, **options), [prompt])
         ((cold,), cold_drafts), ((warm,), drafts) = (answers_and_drafts(engine, [prompt], PARAMS) for _ in range(2))
         assert warm.token_ids == cold.token_ids == plain.token_ids
         assert drafts == cold_drafts, "a random drafter shows any change of its context"
