@@ -12,7 +12,7 @@ from volley.decode.lookup import MOST_FOUND
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.arrivals import LATER
 from volley.policies.cost import Costs, FloatArray
-from volley.policies.plan import _THRESHOLDS, PLAIN, UNEVEN, WHOLE, Plan, Planner, fitting
+from volley.policies.plan import _THRESHOLDS, UNEVEN, Plan, Planner, fitting
 
 MOST, NODES = 5, 9  # slots of a chain, nodes of a tree
 SLOTS = (5, 4, 3, 2, 1)  # in the order of the planner's options
@@ -114,7 +114,7 @@ def test_the_best_plan_is_the_best_of_all_options(
 def test_plain_and_whole_are_the_ends() -> None:
     counts = [4, 2, 0, 0]
     planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST)
-    plain, whole = planner.promise([PLAIN] * KINDS), planner.promise([WHOLE] * KINDS)
+    plain, whole = planner.whole(0), planner.whole(MOST)
     assert (plain.slots[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
     assert (whole.slots[:2], whole.thresholds[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
 
@@ -142,7 +142,7 @@ def test_while_prompts_come_no_plan_takes_much_of_the_time_of_a_first_token(
     unbound = Planner(costs, counts, gains, [1.0] * KINDS, MOST).best()
     come(costs, first)
     bound = Planner(costs, counts, gains, [1.0] * KINDS, MOST)
-    plain, best = bound.promise([PLAIN] * KINDS), bound.best()
+    plain, best = bound.whole(0), bound.best()
     assert best.seconds <= best.waiting <= bound.most_seconds
     assert bound.most_seconds == pytest.approx(plain.seconds + LATER * first)
     assert best.rate <= max(unbound.rate, plain.rate) * (1 + 1e-9) or len(gains) > 1
@@ -204,7 +204,7 @@ def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:
     most = 0.012 + LATER * 0.05
     assert fitting(costs, 2, 15) == int((most - 0.001 - 0.012) / 0.002)
     planner = Planner(costs, counts, {}, [1.0] * KINDS, 0)
-    plain = planner.promise([PLAIN] * KINDS)
+    plain = planner.whole(0)
     assert planner.room(plain) == int((most - 0.012) / 0.001)
     assert planner.room(plain._replace(waiting=most + 1)) == 0
 

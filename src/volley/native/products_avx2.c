@@ -106,7 +106,7 @@ AVX2 INLINE __m256i unpack(int kind, const uint8_t *pack, int quad) {
         __m256i pairs;                                                                              \
         __asm__ volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(pairs) : "x"(weights), "x"(four)); \
     } while (0)
-#define ADD_SIGNED(sum, weights, sizes, four)                                                       \
+#define ADD_SIGNED(sum, weights, sizes, four, ones)                                                 \
     do {                                                                                            \
         __m256i pairs;                                                                              \
         __asm__ volatile("vpsignb %2, %4, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"      \
@@ -128,7 +128,7 @@ AVX2 INLINE void signed_group(int kind, const uint8_t *pack, int first, const in
         }
         for (int r = 0; r < count; r++) {
             __m256i four = broadcast(x + r * inputs + quad * 4);
-            for (int h = 0; h < 2; h++) ADD_SIGNED(found[r][h], weights[h], sizes[h], four);
+            for (int h = 0; h < 2; h++) ADD_SIGNED(found[r][h], weights[h], sizes[h], four, ones);
         }
     }
 }

@@ -18,7 +18,7 @@ from volley.decode.lookup import MOST_FOUND
 from volley.decode.work import DraftSpec, Rule, Shape
 from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
-from volley.policies.plan import PLAIN, WHOLE, Plan, Planner, fitting
+from volley.policies.plan import Plan, Planner, fitting
 from volley.policies.probes import WORTHWHILE, cycles_between
 
 _REVIEW = 64  # cycles between two reviews, each of which takes 0.5 to 1 ms; the first ones come sooner
@@ -112,6 +112,8 @@ class Goodput(Policy):
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         drafting = {kind for view, kind in zip(views, kinds, strict=True) if view.limit}
+        if self._are_few(len(views)):
+            self._note_new(views)
         plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
@@ -136,23 +138,26 @@ class Goodput(Policy):
         return self._tree_nodes[under_way]
 
     def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
-        opened = sum(count >= _OPENING for count in self._learnt.values())
         is_hopeless = under_way >= self._hopeless.get(frozenset(sampled), under_way + 1)
-        return _SAMPLE if is_hopeless and (under_way > _FEW or opened >= under_way) else 1
+        opened = sum(count >= _OPENING for count in self._learnt.values())
+        return _SAMPLE if is_hopeless and not (self._are_few(under_way) and opened < under_way) else 1
 
     def _are_few(self, number: int) -> bool:
         """Return True if each of ``number`` requests is judged by its own blocks."""
-        return number <= _FEW and not self._prompts_go_on
+        return self.block_size > 1 and number <= _FEW and not self._prompts_go_on
 
-    def _opens(self, views: Sequence[View]) -> bool:
-        """Return True if one of a few requests has too few blocks to be judged by. Reviews begin anew with each request."""
-        if self.block_size == 1 or not self._are_few(len(views)):
-            return False
+    def _note_new(self, views: Sequence[View]) -> None:
+        """Begin the reviews anew if one of a few requests is new."""
         for view in views:
             if view.request_id not in self._learnt:
                 self._learnt[view.request_id], self._changed = 0, self._cycle
                 self._reviews.clear()
-        return any(view.limit and self._learnt[view.request_id] < _OPENING for view in views)
+
+    def _opens(self, views: Sequence[View]) -> bool:
+        """Return True if one of a few requests has too few blocks to be judged by."""
+        return self._are_few(len(views)) and any(
+            view.limit and self._learnt[view.request_id] < _OPENING for view in views
+        )
 
     def _choose(self, kinds: list[int], drafting: Set[int], *, opens: bool) -> tuple[Plan, bool]:
         """Return the plan of this cycle, and True if it is a probe: a plan that is tried to keep its measurements up to date.
@@ -204,11 +209,11 @@ class Goodput(Policy):
             beyond = lead - min(max(lead, -chance), chance)
             trust[kind] = min(1 + beyond / max(sum(expected), 1.0), _MOST_TRUST)
         planner = Planner(self.costs, [kinds.count(kind) for kind in range(KINDS)], gains, trust, self.block_size - 1)
-        plain = planner.promise([PLAIN] * KINDS)
+        plain = planner.whole(0)
         left = min(self._cycle, max(self._cycle - self._changed, _SOON), _REVIEW)
         review = _Review(plain, len(kinds), left)
         if gains:
-            best, whole = planner.best(), planner.promise([WHOLE] * KINDS)
+            best, whole = planner.best(), planner.whole(self.block_size - 1)
             review.plan, other = (best, plain) if best.rate > WORTHWHILE * plain.rate else (plain, best)
             review.opening = self._opening(planner, plain) if review.plan is plain else None
             self._note_hope(kinds, best.rate > plain.rate / WORTHWHILE)

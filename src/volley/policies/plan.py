@@ -13,7 +13,7 @@ _SLOTS = (11, 8, 6, 4, 3, 2, 1)  # lengths of chains that are tried besides the 
 # Thresholds that are tried: a position with a lower probability is not verified, and 0 keeps blocks whole. Neighbours are about
 # as good.
 _THRESHOLDS = np.array((0.0, 0.02, 0.04, 0.08, 0.12, 0.18, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85))
-PLAIN, WHOLE = 0, 1  # indices of two options: no draft, and the longest one, whole
+PLAIN = 0  # index of the option that drafts nothing
 UNEVEN = 1.04  # factor of the time of a pass over cut blocks, because queries are padded to the longest
 _SPREAD = 2.0  # standard deviations by which a long cycle verifies more tokens than a usual one
 
@@ -76,7 +76,7 @@ class Planner:
         return Plan(float(rate), float(seconds), float(waiting), list(map(int, slots)), *expected)
 
     def whole(self, size: int) -> Plan:
-        """Return the plan that verifies whole drafts of ``size`` positions, one of the lengths that are tried."""
+        """Return the plan that verifies whole drafts of ``size`` positions: 0, or one of the lengths that are tried."""
         return self.promise([int(np.flatnonzero(self._slots == size)[0])] * KINDS)
 
     def best(self) -> Plan:

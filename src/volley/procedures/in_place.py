@@ -50,13 +50,13 @@ class InPlace(Speculative):
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         """Make the work that reads a prompt chunk. The pass that reads the end of the prompt also asks for the first token."""
         emits = request.computed + num_tokens == request.length and request.remaining > 0
-        return Work(request, self._ask(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
+        return Work(request, self._spec(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
 
     def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
-        return Work(request, self._ask(request, self.num_beside(0)), Kind.VERIFY)
+        return Work(request, self._spec(request, self.num_beside(0)), Kind.VERIFY)
 
     @staticmethod
-    def _ask(request: Request, size: int) -> DraftSpec:
+    def _spec(request: Request, size: int) -> DraftSpec:
         return DraftSpec(Shape.CHAIN, coupled_rule(request), size)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
