@@ -45,7 +45,7 @@ block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves on
 Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM
 (`tests/llamacpp`, `tests/vllm`).
 
-It began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
+The drafter began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
 ({answers}; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
 
 | held-out prompts | τ of chains of {block}, drafts alone | plain decoding | prompt lookup alone | with the drafter |

@@ -76,7 +76,7 @@ def find_smollm2() -> tuple[str, str | None] | None:
 def published_drafter(hidden_size: int, vocab_size: int, num_layers: int) -> str | None:
     """Return the name of the bundled drafter of a published model with this shape, if there is one.
 
-    A fine-tune has the shape, too. It accepts fewer drafts, and the policy drafts less.
+    A fine-tune has the shape, too. A fine-tune accepts fewer drafts, and the policy drafts less.
     """
     keys = ("hidden_size", "vocab_size", "num_target_layers")
     for name, folder in PUBLISHED_DRAFTERS.items():

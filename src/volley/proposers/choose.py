@@ -166,8 +166,8 @@ def rate_chains(model: DraftModel, works: Works, hidden: Tensor, anchors: Tensor
 def note_confidence(works: Works, logits: Tensor) -> None:
     """Record the drafter's confidence at each position, before a token was drawn and without noise.
 
-    It is the largest probability of the distribution that the token was drawn from, or of the first pass if that distribution
-    is not known. Trees, greedy walks and confidence heads have recorded theirs already.
+    The confidence is the largest probability of the distribution that the token was drawn from, or of the first pass if that
+    distribution is not known. Trees, greedy walks and confidence heads have recorded theirs already.
     """
     parts = zip((work.proposal for work in works), torch.split(logits, sizes_of(works)), strict=True)
     left = [(own, rows) for own, rows in parts if not own.has_confidence]

@@ -141,8 +141,8 @@ def _arguments(call: CallText, tools: Sequence[Tool], markers: Markers, *, binds
 
 
 def in_json(schema: Mapping[str, Any], whitespace: str = WHITESPACE) -> str:
-    """Return a Lark expression for JSON under a schema. It allows the spaces that templates write: models answer worse without
-    them."""
+    """Return a Lark expression for JSON under a schema. The expression allows the spaces that templates write: models answer
+    worse without them."""
     spaces = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
     return "%json " + json.dumps({**enforceable(dict(schema)), "x-guidance": spaces})
 

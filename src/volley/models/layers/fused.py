@@ -201,8 +201,8 @@ def products_of(
 def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
     """Return the format of experts.
 
-    If they were decoded from a quantised checkpoint it is bf16, because quantising again changes them. Those of a GGUF file are
-    treated as its other weights are.
+    The format of experts that were decoded from a quantised checkpoint is bf16, because quantising again changes them. Experts
+    of a GGUF file are treated as its other weights are.
     """
     is_decoded = hasattr(layer.self_attn.o_proj, "stored_codes") and not hasattr(layer.mlp.experts, "stored_experts")
     return "bf16" if is_decoded else weights
