@@ -196,7 +196,7 @@ class Placed(BlockProposer):
         for position, token in tokens.items():
             self.known[position, token] = 100.0
         self.known = self.known.to(inner.model.device)
-        self.drafts_late = True
+        self.drafts_on_device = True
         self.use_fixed_memory(page_size)
 
     def use_fixed_memory(self, page_size: int) -> None:
@@ -217,4 +217,4 @@ def place(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
     tokens = {position: text[position] for position, text in each if position < len(text)}
     placed = Placed(block_proposer(engine), tokens, engine.capacity.page_size)
     engine.core.proposer = engine.core.ahead.proposer = placed
-    engine.core.pacing.costs.drafts_late = True
+    engine.core.pacing.costs.drafts_on_device = True

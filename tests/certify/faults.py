@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.tiny import Pair
 from volley import Engine
-from volley.decode.late import Reading
+from volley.decode.on_device import Reading
 from volley.decode.sampling import token_probs
 from volley.decode.work import DraftSpec, Proposal, Rule, Verdict, Work, Works
 from volley.engine.states import TargetPages
@@ -32,7 +32,7 @@ class Guess(Proposer):
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         for work in works:
             size, params = work.spec.positions, work.request.params
-            if work.spec.rule is not Rule.SPECULATIVE:
+            if work.spec.rule is not Rule.REJECTION:
                 work.proposal = Proposal([int(self.logits.argmax())] * size, confidence=[0.5] * size)
                 continue
             q = token_probs(self.logits.expand(size, -1).clone(), params)

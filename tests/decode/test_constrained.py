@@ -79,7 +79,7 @@ def looping(logits: Tensor) -> Following:
 
 
 def grown(logits: Tensor, params: SamplingParams, seed: int, count: int) -> Proposal:
-    work = asked(params, seed, [Rising()], DraftSpec(Shape.TREE, Rule.MATCH, count, LEVELS))
+    work = asked(params, seed, [Rising()], DraftSpec(Shape.TREE, Rule.COUPLED, count, LEVELS))
     return grow_constrained(following(logits), work)
 
 
@@ -103,9 +103,9 @@ def test_a_chain_is_what_a_plain_loop_draws(rule: Rule, penalty: float) -> None:
             match rule:
                 case Rule.GREEDY:
                     expected, sure = int(row.argmax()), float(row.softmax(-1).amax())
-                case Rule.MATCH:
+                case Rule.COUPLED:
                     expected, sure = int(race(probs, noise.exponentials([40 + at], V))), float(row.softmax(-1).amax())
-                case Rule.SPECULATIVE:
+                case Rule.REJECTION:
                     uniforms = noise.uniforms(Purpose.DRAFT, 40, LEVELS)
                     expected, sure = int(draw(probs, [uniforms[at]])), float(probs.amax())
                     assert proposal.draft_probs is not None
@@ -113,7 +113,7 @@ def test_a_chain_is_what_a_plain_loop_draws(rule: Rule, penalty: float) -> None:
             assert token == expected
             assert proposal.confidence[at] == pytest.approx(sure, rel=1e-4)
             path.append(token)
-        assert (proposal.draft_probs is None) == (rule is not Rule.SPECULATIVE or not path)
+        assert (proposal.draft_probs is None) == (rule is not Rule.REJECTION or not path)
         ended += len(path) < LEVELS
         assert len(path) == LEVELS or not Rising().allowed(path)
     assert ended, "some chains ended where nothing may follow"
@@ -136,7 +136,7 @@ def test_a_forced_token_is_drafted_even_if_the_drafter_cannot_say_it() -> None:
     logits = torch.full((LEVELS, V), -torch.inf)
     for at, token in enumerate((3, 6, 9)):
         logits[at, token] = 1.0
-    proposal = drafted(logits, SamplingParams(temperature=1.0), Rule.SPECULATIVE, 0, [Rising()])
+    proposal = drafted(logits, SamplingParams(temperature=1.0), Rule.REJECTION, 0, [Rising()])
     assert proposal.token_ids == [3, 6, 9, 12]
     assert proposal.draft_probs is not None
     assert proposal.draft_probs[3].tolist() == [float(token == 12) for token in range(V)]
@@ -148,7 +148,7 @@ def test_distributions_of_certain_tokens_go_where_they_are_verified(monkeypatch:
     monkeypatch.setattr(constrained, "upload", lambda array, device: sent.append(device) or torch.from_numpy(array))
     only = Rising()
     monkeypatch.setattr(constrained, "forced_tokens", lambda rules, path, most: [3, 6, 9, 12][len(path) :][:most])
-    work = asked(SamplingParams(temperature=1.0), 0, [only], DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, LEVELS, LEVELS))
+    work = asked(SamplingParams(temperature=1.0), 0, [only], DraftSpec(Shape.CHAIN, Rule.REJECTION, LEVELS, LEVELS))
     elsewhere = torch.device("cuda", 0)
     proposal = walk_constrained(following(torch.zeros(LEVELS, V)), work, elsewhere)
     assert proposal.token_ids == [3, 6, 9, 12]
@@ -181,7 +181,7 @@ def test_every_node_of_a_tree_is_allowed_and_the_best_paths_are_there(temperatur
             paths.append([*paths[parent], token])
             assert token in Rising().allowed(paths[parent])
         assert len(set(map(tuple, paths))) == 13
-        greedy = drafted(logits, params, Rule.MATCH if temperature else Rule.GREEDY, seed, [Rising()]).token_ids
+        greedy = drafted(logits, params, Rule.COUPLED if temperature else Rule.GREEDY, seed, [Rising()]).token_ids
         assert max(len(path) for path in paths if path == greedy[: len(path)]) >= 2
 
 

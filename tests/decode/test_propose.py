@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.chi_square import chi_square_p
 from tests.made_up import decoding
-from volley.decode.late import read_drafts
+from volley.decode.on_device import read_drafts
 from volley.decode.propose import (
     Transitions,
     propose_coupled,
@@ -33,7 +33,7 @@ PARAMS = SamplingParams(temperature=0.8, top_p=0.95, draft_temperature=1.2)
 def block(positions: int, anchor: int, seed: int, first: int, params: SamplingParams = PARAMS) -> Work[Request]:
     """So many positions from ``first`` on, to be walked from ``anchor``."""
     request = decoding([0] * (first - 1) + [anchor], params, noise=PositionNoise(seed))
-    return Work(request, DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, positions, positions))
+    return Work(request, DraftSpec(Shape.CHAIN, Rule.REJECTION, positions, positions))
 
 
 def read_walk(

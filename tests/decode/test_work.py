@@ -7,8 +7,8 @@ from volley.decode.work import NO_DRAFT, DraftSpec, Rule, Shape, Verdict, Work
 
 @pytest.mark.parametrize(("size", "left"), [(-3, 0), (0, 0), (2, 2), (5, 5), (9, 5)])
 def test_a_chain_that_is_cut_drafts_no_more_than_it_verifies(size: int, left: int) -> None:
-    assert DraftSpec(Shape.CHAIN, Rule.MATCH, 5, 5, 0.2).cut(size) == DraftSpec(
-        Shape.CHAIN, Rule.MATCH, left, left, 0.2
+    assert DraftSpec(Shape.CHAIN, Rule.COUPLED, 5, 5, 0.2).cut(size) == DraftSpec(
+        Shape.CHAIN, Rule.COUPLED, left, left, 0.2
     )
 
 

@@ -505,7 +505,7 @@ def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch:
     drafter = {"block_size": 4, "mask_token_id": 5, "num_target_layers": 1, "target_layer_ids": (0,)}
     pair = make_pair(2, {**small, **drafter}, **small, initializer_range=0.2)
     own = Engine(pair.target, pair.drafter, policy="fixed", num_pages=200, page_size=8)
-    own.core.ahead.is_used = block_proposer(own).drafts_late = True
+    own.core.ahead.is_used = block_proposer(own).drafts_on_device = True
     found = served(own, monkeypatch)
     while len(tokens) < 448:
         tokens += [result.token_ids for result in own.generate([PROMPT] * 64, params)]

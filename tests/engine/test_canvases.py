@@ -15,7 +15,7 @@ from tests.procedures.test_denoising import BOTH_WAYS, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
 from volley.decode.canvas import Look, Reveal
-from volley.decode.work import Kind
+from volley.decode.work import Phase
 from volley.engine.recovery import recover
 from volley.models.targets.diffusion_gemma import DiffusionGemma
 from volley.models.targets.families import FAST_DLLM, SDAR
@@ -354,7 +354,7 @@ def test_canvases_that_ride_behind_drafts_keep_to_the_size_of_a_pass(monkeypatch
         def measured(*given: Any, largest: list[int] = largest, schedule: Any = schedule) -> Any:
             step = schedule(*given)
             riders = sum(
-                work.spec.size - len(work.proposal.token_ids) for work in step.works if work.kind is Kind.VERIFY
+                work.spec.size - len(work.proposal.token_ids) for work in step.works if work.phase is Phase.VERIFY
             )
             largest[0] = max(largest[0], riders)
             return step

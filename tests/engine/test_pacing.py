@@ -195,9 +195,9 @@ def test_requests_rest_as_the_policy_says_unless_they_draft(every: int, awake: l
     works = [Work(request, NO_DRAFT) for request in requests]
     works[3].spec = own.decide([requests[3]], 7)[0].spec
     own.let_rest(works, requests, 7)
-    assert [request.request_id for request in requests if not request.rests] == awake
+    assert [request.request_id for request in requests if not request.drafting_suspended] == awake
     own.can_rest = False
     for request in requests:
-        request.rests = False
+        request.drafting_suspended = False
     own.let_rest(works, requests, 7)
-    assert not any(request.rests for request in requests)
+    assert not any(request.drafting_suspended for request in requests)

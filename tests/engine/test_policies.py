@@ -15,7 +15,7 @@ from tests.engine.test_sampled import TOKENS, V, exact_law, sampled, tiny
 from tests.tiny import Pair, random_drafter
 from volley import Engine, SamplingParams
 from volley.decode import lookup
-from volley.decode.late import Reading
+from volley.decode.on_device import Reading
 from volley.decode.sampling import Purpose, draw, token_probs
 from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work, Works
 from volley.errors import ConfigError
@@ -62,7 +62,7 @@ class Climbing(Restless):
     """Asks for chains and trees by turns, and prunes the trees."""
 
     def spec(self, view: View) -> DraftSpec:
-        nodes = (0, 7, 0, 3)[(self.turn + (view.rule is Rule.SPECULATIVE)) % 4]
+        nodes = (0, 7, 0, 3)[(self.turn + (view.rule is Rule.REJECTION)) % 4]
         return view.draft((self.turn + 3 * view.request_id) % 6, nodes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
-from volley.decode.work import Kind, Work
+from volley.decode.work import Phase, Work
 from volley.engine import engine as engine_module
 from volley.engine.recovery import recover
 from volley.engine.step import Step
@@ -72,7 +72,7 @@ def breaks_when(
 
 def reaches_the_end(work: Work[Request]) -> bool:
     """Return whether the step chooses a token for the request."""
-    return work.kind is Kind.DECODE or work.request.prefill_end - work.request.computed <= work.num_known
+    return work.phase is Phase.DECODE or work.request.prefill_end - work.request.computed <= work.num_known
 
 
 @pytest.mark.parametrize(

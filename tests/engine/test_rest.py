@@ -99,6 +99,6 @@ def test_without_a_window_nobody_rests(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed:1")
     request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=COUNT))
     engine.step()
-    assert not request.rests
+    assert not request.drafting_suspended
     (own,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
     assert len(own.backlog) == len(PROMPTS[0])

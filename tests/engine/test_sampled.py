@@ -121,7 +121,7 @@ def test_noise_that_a_draft_knew_is_what_its_positions_are_sampled_with(
         nonlocal foreseen
         forward(step)
         (work,) = step.works
-        matched.append(work.spec.rule is Rule.MATCH)
+        matched.append(work.spec.rule is Rule.COUPLED)
         assert matched[-1] or request.length >= foreseen
         assert work.proposal.draft_probs is None or not matched[-1]
         if matched[-1] and work.proposal.token_ids:
@@ -169,13 +169,13 @@ def sampled(
     seeds: int = SEEDS,
     *,
     seeded: bool = True,
-    late: bool = False,
+    on_device: bool = False,
     listener: OnVerified | None = None,
     **options: Any,
 ) -> tuple[Tensor, float]:
     pair = pair or tiny()
     engine = Engine(pair.target, pair.drafter, **{**MANY, **options})
-    block_proposer(engine).drafts_late = late  # as on a GPU
+    block_proposer(engine).drafts_on_device = on_device  # as on a GPU
     engine.on_verified += [listener] if listener else []
     return drawn(engine, params, seeds, seeded=seeded)
 
@@ -186,7 +186,7 @@ def sampled(
     [
         ({}, {"verification": "speculative"}),
         ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
-        ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "speculative", "late": True}),
+        ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "speculative", "on_device": True}),
         ({}, {"verification": "match"}),
         ({"top_k": 4}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
         ({"top_p": 0.9, "draft_temperature": 0.6}, {"tree_nodes": 12}),
@@ -204,12 +204,12 @@ def soft_scored(logits: Tensor, params: SamplingParams, *_: Any) -> tuple[Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
     """Greedy drafts scored softly."""
     monkeypatch.setattr(choose, "propose_sampled", soft_scored)
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
-    sequences, _ = sampled(params, verification="speculative", late=late)
+    sequences, _ = sampled(params, verification="speculative", on_device=on_device)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
 
 
@@ -284,7 +284,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works, **_: Any) -> li
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["residual", "dspark", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setitem(propose.WALKS, Rule.SPECULATIVE, scored_as_after_the_anchor)
+    monkeypatch.setitem(propose.WALKS, Rule.REJECTION, scored_as_after_the_anchor)
     probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
     assert probability < 1e-6
 

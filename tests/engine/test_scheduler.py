@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.made_up import costs, random_path, random_tree, request, with_batch
 from volley.config import CapacityConfig
-from volley.decode.work import DraftSpec, Kind, Proposal, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Phase, Proposal, Shape, Verdict, Work
 from volley.engine.pacing import Pacing
 from volley.engine.scheduler import Scheduler
 from volley.engine.states import Sequences, TargetPages
@@ -109,10 +109,10 @@ class World:
         assert all(own in running for own in taking_part)
         for work in step.works:
             assert work.request.table.capacity >= work.request.computed + work.num_tokens, "with room for all of it"
-            assert work.kind is Kind.DECODE or work.num_known > 0
+            assert work.phase is Phase.DECODE or work.num_known > 0
         went_on = [w for w in step.works if before.get(w.request.request_id) == w.request.stats.preemptions]
-        sizes = [work.num_tokens for work in went_on if work.kind is Kind.DECODE]
-        read = sum(work.num_known for work in step.works if work.kind is Kind.PREFILL)
+        sizes = [work.num_tokens for work in went_on if work.phase is Phase.DECODE]
+        read = sum(work.num_known for work in step.works if work.phase is Phase.PREFILL)
         assert read <= max(most - sum(sizes), -(-most // 8)), "prompts take what is left, and at least an eighth"
         larger = [work for work in went_on if work.spec.shape is not Shape.CHAIN]
         extra = sum(max(0, work.spec.size - work.spec.positions) for work in larger)
@@ -132,7 +132,7 @@ class World:
     def judge(self, work: Work[Request]) -> None:
         own = work.request
         token = self.chance.randrange(VOCAB)
-        if work.kind is Kind.PREFILL:
+        if work.phase is Phase.PREFILL:
             if own.computed + work.num_known == own.length:
                 work.verdict = Verdict(0, [token])
         elif work.spec.shape is Shape.TREE:
@@ -221,7 +221,7 @@ def test_long_prompts_are_read_in_chunks_beside_those_that_decode() -> None:
     chunks = []
     while not second.num_output:
         works = {work.request.request_id: work for work in world.step().works}
-        assert works[first.request_id].kind is Kind.DECODE
+        assert works[first.request_id].phase is Phase.DECODE
         chunks.append(works[second.request_id].num_known)
     assert chunks == [9, 9, 2]
 

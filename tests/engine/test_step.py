@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.made_up import decoding, request
 from volley.config import DecodingConfig
-from volley.decode.late import Reading
-from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Proposal, Rule, Shape, Verdict, Work, Works
+from volley.decode.on_device import Reading
+from volley.decode.work import NO_DRAFT, DraftSpec, Phase, Proposal, Rule, Shape, Verdict, Work, Works
 from volley.engine.step import Step, Timings, accept, choose, conclude, propose
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
@@ -64,7 +64,7 @@ def test_a_request_is_torn_until_all_of_a_verdict_is_taken() -> None:
 
 
 def test_prompts_do_not_decode() -> None:
-    reading, own = Work(request([1, 2]), NO_DRAFT, Kind.PREFILL, 2), Work(decoding([1, 2]), NO_DRAFT)
+    reading, own = Work(request([1, 2]), NO_DRAFT, Phase.PREFILL, 2), Work(decoding([1, 2]), NO_DRAFT)
     assert Step([reading, own]).decoding == [own]
 
 
@@ -95,7 +95,7 @@ def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_t
         Work(decoding([1, 2]), CHAIN),
         Work(decoding([1, 2]), COPY, found=[4, 5, 6]),
         Work(decoding([1, 2]), NO_DRAFT),
-        Work(request([1, 2]), NO_DRAFT, Kind.PREFILL, 2),
+        Work(request([1, 2]), NO_DRAFT, Phase.PREFILL, 2),
         Work(decoding([1, 2]), TREE),
     ]
     spy, step = Spy(), Step(works, with_confidence)
@@ -116,20 +116,20 @@ def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
     own = decoding([1, 2, 3])
     for rule, positions, foreseen in (
         (Rule.GREEDY, 5, 0),
-        (Rule.SPECULATIVE, 5, 0),
-        (Rule.MATCH, 4, 7),
-        (Rule.MATCH, 2, 7),
-        (Rule.SPECULATIVE, 9, 7),
-        (Rule.MATCH, 6, 9),
+        (Rule.REJECTION, 5, 0),
+        (Rule.COUPLED, 4, 7),
+        (Rule.COUPLED, 2, 7),
+        (Rule.REJECTION, 9, 7),
+        (Rule.COUPLED, 6, 9),
     ):
         propose(Step([Work(own, DraftSpec(Shape.CHAIN, rule, positions, positions))]), Spy())
         assert own.noise_used_until == foreseen
-    propose(Step([Work(own, DraftSpec(Shape.COPY, Rule.MATCH, 30), found=[1] * 30)]), Spy())
+    propose(Step([Work(own, DraftSpec(Shape.COPY, Rule.COUPLED, 30), found=[1] * 30)]), Spy())
     assert own.noise_used_until == 9, "a copy knows no noise"
 
 
 def test_as_much_is_copied_as_was_asked_for() -> None:
-    specs = [DraftSpec(Shape.COPY, Rule.MATCH, size) for size in (0, 2, 9)]
+    specs = [DraftSpec(Shape.COPY, Rule.COUPLED, size) for size in (0, 2, 9)]
     works = [Work(decoding([1, 2]), spec, found=[4, 5, 6]) for spec in specs]
     propose(Step(works), None)
     assert [work.proposal.token_ids for work in works] == [[], [4, 5], [4, 5, 6]]

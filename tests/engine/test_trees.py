@@ -24,7 +24,7 @@ from tests.tiny import (
     tokens,
 )
 from volley import Engine, SamplingParams
-from volley.decode.work import DraftSpec, Kind, Shape, Verdict, Works
+from volley.decode.work import DraftSpec, Phase, Shape, Verdict, Works
 from volley.engine.runner import Runner
 from volley.engine.step import Step
 from volley.errors import ConfigError
@@ -123,18 +123,18 @@ class EveryOther(Fixed):
 def test_trees_chains_and_prompts_share_passes(pair: Pair) -> None:
     policy = EveryOther()
     engine = taught(pair, tree_nodes=None, policy=policy, max_batch_tokens=40)
-    kinds: set[frozenset[Kind]] = set()
+    kinds: set[frozenset[Phase]] = set()
     forward = engine.core.runner.forward
 
     class Spy(Runner):
         def forward(self, step: Step) -> None:
-            kinds.add(frozenset(work.kind for work in step.works))
+            kinds.add(frozenset(work.phase for work in step.works))
             forward(step)
 
     engine.core.runner = Spy(pair.target, engine.core.runner.store)
     assert run(engine) == expected()
     assert frozenset({Shape.CHAIN, Shape.TREE}) in policy.shapes
-    assert frozenset({Kind.PREFILL, Kind.DECODE}) in kinds
+    assert frozenset({Phase.PREFILL, Phase.DECODE}) in kinds
 
 
 def decode_until(engine: Engine, prompt: list[int], length: int) -> Request:

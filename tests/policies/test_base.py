@@ -16,15 +16,15 @@ class Plain(Policy):
 
 
 def test_a_chain_stays_within_its_limit() -> None:
-    view = View(0, Rule.SPECULATIVE, 7, 3)
-    assert view.draft(9) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 3, 3)
-    assert view.draft(2, threshold=0.3) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 2, 2, 0.3)
-    assert view.draft(0) == DraftSpec(Shape.CHAIN, Rule.SPECULATIVE)
+    view = View(0, Rule.REJECTION, 7, 3)
+    assert view.draft(9) == DraftSpec(Shape.CHAIN, Rule.REJECTION, 3, 3)
+    assert view.draft(2, threshold=0.3) == DraftSpec(Shape.CHAIN, Rule.REJECTION, 2, 2, 0.3)
+    assert view.draft(0) == DraftSpec(Shape.CHAIN, Rule.REJECTION)
 
 
 def test_a_tree_is_matched_and_may_be_deeper_than_a_chain() -> None:
-    view = View(0, Rule.SPECULATIVE, 7, 3)
-    assert view.draft(9, 12) == DraftSpec(Shape.TREE, Rule.MATCH, 12, 7)
+    view = View(0, Rule.REJECTION, 7, 3)
+    assert view.draft(9, 12) == DraftSpec(Shape.TREE, Rule.COUPLED, 12, 7)
     assert View(0, Rule.GREEDY, 7, 7).draft(9, 12) == DraftSpec(Shape.TREE, Rule.GREEDY, 12, 7)
     assert View(0, Rule.GREEDY, 0, 0).draft(9, 12) == DraftSpec(Shape.CHAIN, Rule.GREEDY), (
         "there is nothing left to draft"
@@ -39,9 +39,9 @@ def test_a_setting_decides_about_trees_before_the_policy_does(wish: int) -> None
 
 
 def test_a_copy_is_no_longer_than_what_was_found() -> None:
-    view = View(0, Rule.MATCH, 7, 7, found=[0.75, 0.8])
-    assert view.copy(9) == DraftSpec(Shape.COPY, Rule.MATCH, 2)
-    assert view.copy(1) == DraftSpec(Shape.COPY, Rule.MATCH, 1)
+    view = View(0, Rule.COUPLED, 7, 7, found=[0.75, 0.8])
+    assert view.copy(9) == DraftSpec(Shape.COPY, Rule.COUPLED, 2)
+    assert view.copy(1) == DraftSpec(Shape.COPY, Rule.COUPLED, 1)
 
 
 def test_a_policy_verifies_whole_drafts_unless_it_says_otherwise() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.test_scheduler import World
 from tests.made_up import with_batch
-from volley.decode.work import Kind, Proposal, Shape, Verdict, Work
+from volley.decode.work import Phase, Proposal, Shape, Verdict, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
@@ -135,14 +135,14 @@ class Server(World):
                 work.proposal.parents = tuple(range(size)) if is_tree else None
 
     def forward(self, step: Step) -> None:
-        read = sum(work.num_known for work in step.works if work.kind is Kind.PREFILL)
+        read = sum(work.num_known for work in step.works if work.phase is Phase.PREFILL)
         tokens = sum(1 + len(work.proposal.token_ids) for work in step.decoding)
         self.clock.now += self.machine.base + self.machine.token * tokens + self.machine.reading * read
         if step.decoding:
             self.decoded += self.clock.now - step.started
 
     def judge(self, work: Work[Request]) -> None:
-        if work.kind is Kind.PREFILL:
+        if work.phase is Phase.PREFILL:
             super().judge(work)
             return
         tokens, sure = work.proposal.token_ids, work.proposal.confidence

@@ -34,7 +34,7 @@ def played(
     """Slots drafted and verified per cycle and request ``[cycles, R]``; ``chances(request, size)`` is how likely they are
     right, which they claim."""
     count = len(sampled)
-    rules = [Rule.SPECULATIVE if own else Rule.GREEDY for own in sampled]
+    rules = [Rule.REJECTION if own else Rule.GREEDY for own in sampled]
     sizes: list[tuple[list[int], list[int]]] = []
     for _ in range(cycles):
         specs = policy.decide(views([7] * count, rules, max_nodes=0), count)
@@ -145,7 +145,7 @@ def test_trees_are_grown_where_they_are_nearly_free_and_pruned_where_they_are_no
     nodes, verified = tree_simulation(token=0.03, count=1)
     assert nodes == [15]
     assert 2 <= verified[0] <= 12
-    (spec,) = goodput(token=0.0).decide(views([7], [Rule.SPECULATIVE]), 1)
+    (spec,) = goodput(token=0.0).decide(views([7], [Rule.REJECTION]), 1)
     assert spec.shape is Shape.CHAIN, "chains get as far there"
 
 
@@ -270,7 +270,7 @@ def test_nothing_is_tried_while_nobody_can_be_drafted_for() -> None:
 def test_those_who_end_with_their_next_token_keep_nobody_from_a_plan() -> None:
     """A stream of sampled requests that cannot be drafted for, so that nothing is learnt of their kind."""
     policy, random = goodput(token=1.0, draft=1.0), np.random.default_rng(0)
-    rules, drafted = [Rule.GREEDY, Rule.SPECULATIVE], []
+    rules, drafted = [Rule.GREEDY, Rule.REJECTION], []
     for _ in range(300):
         specs = policy.decide(views([7, 0], rules, max_nodes=0), 2)
         assert specs[1].positions == 0

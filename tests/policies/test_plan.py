@@ -218,5 +218,5 @@ def test_where_drafts_are_dropped_for_prompts_only_the_longer_of_draft_and_pass_
     plan = Planner(costs, counts, gains, [1.0] * KINDS, MOST).best()
     assert plan.slots[0] == MOST
     assert plan.waiting == pytest.approx(0.01)
-    costs.drafts_late = True
+    costs.drafts_on_device = True
     assert Planner(costs, counts, gains, [1.0] * KINDS, MOST).best().slots[0] == 0, "nobody waits between the two"

@@ -60,7 +60,7 @@ class World:
         )
         policy.attach(BLOCK, costs)
         policy.rehearse()
-        rules = [Rule.SPECULATIVE if self.sampled else Rule.GREEDY] * self.requests
+        rules = [Rule.REJECTION if self.sampled else Rule.GREEDY] * self.requests
         spent = made = 0.0
         for number in range(warm_up + cycles):
             specs = policy.decide(views([BLOCK - 1] * self.requests, rules, max_nodes=0), self.requests)

@@ -18,10 +18,10 @@ from tests.made_up import keep_first_drafted
 from tests.procedures.test_denoising import MASK, Masked, masked_model
 from tests.tiny import answered, tokens
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.decode.late import Reading
+from volley.decode.on_device import Reading
 from volley.decode.rules import AtLeast
 from volley.decode.sampling import PositionNoise, race, token_probs
-from volley.decode.work import Kind, Work
+from volley.decode.work import Phase, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.models.targets.families import SDAR
@@ -187,12 +187,12 @@ def test_right_drafts_are_kept_several_tokens_a_pass(sdar: Masked, temperature: 
 
 
 def test_a_pass_that_verifies_has_a_mask_for_each_token(sdar: Masked) -> None:
-    seen = list[tuple[Kind, int, int]]()
+    seen = list[tuple[Phase, int, int]]()
 
     class Noted(InPlace):
         def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
             tokens, segment = super().segment(work)
-            seen.append((work.kind, len(tokens), tokens.count(MASK)))
+            seen.append((work.phase, len(tokens), tokens.count(MASK)))
             return tokens, segment
 
     engine = Engine(sdar.target, page_size=4, max_batch_tokens=8)
@@ -200,8 +200,8 @@ def test_a_pass_that_verifies_has_a_mask_for_each_token(sdar: Masked) -> None:
     procedure = SelfSpeculative(sdar.target, sdar.target.diffusion, Noted(engine.config, MASK))
     _, own = engine.procedures.choose(params(drafted(4, 4), max_tokens=9))
     tiny.finish(engine, [engine.add_request(list(range(13)), own, procedure)])
-    assert [entry for entry in seen if entry[0] is Kind.PREFILL] == [(Kind.PREFILL, 8, 0), (Kind.PREFILL, 6, 1)]
-    verified = [entry for entry in seen if entry[0] is Kind.VERIFY]
+    assert [entry for entry in seen if entry[0] is Phase.PREFILL] == [(Phase.PREFILL, 8, 0), (Phase.PREFILL, 6, 1)]
+    verified = [entry for entry in seen if entry[0] is Phase.VERIFY]
     assert verified
     assert all(tokens == 2 * masks for _, tokens, masks in verified)
 

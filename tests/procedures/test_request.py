@@ -7,7 +7,7 @@ import pytest
 from tests.made_up import decoding, request
 from volley.decode.detokenize import Detokenizer
 from volley.decode.sampling import Score
-from volley.decode.work import NO_DRAFT, Kind, Rule
+from volley.decode.work import NO_DRAFT, Phase, Rule
 from volley.memory.batch import Segment
 from volley.params import SamplingParams
 from volley.procedures.request import Procedure, Request
@@ -128,13 +128,13 @@ def test_a_procedure_drafts_nothing_unless_it_shows_the_policy_something() -> No
     own = request([1, 2, 3], procedure=Bare())
     assert own.procedure.view(own, 8) is None
     work = own.procedure.read(own, 2)
-    assert (work.kind, work.spec, work.num_known) == (Kind.PREFILL, NO_DRAFT, 2)
+    assert (work.phase, work.spec, work.num_known) == (Phase.PREFILL, NO_DRAFT, 2)
 
 
 def test_a_prompt_is_read_without_a_draft_by_the_rule_its_token_will_need() -> None:
     own = request([1, 2, 3], SamplingParams(temperature=1.0))
     work = own.procedure.read(own, 3)
-    assert (work.spec.size, work.spec.positions, work.spec.rule) == (0, 0, Rule.SPECULATIVE)
+    assert (work.spec.size, work.spec.positions, work.spec.rule) == (0, 0, Rule.REJECTION)
     tokens, segment = own.procedure.segment(work)
     assert tokens == [1, 2, 3]
     assert segment == Segment(own.table, 0, 3)

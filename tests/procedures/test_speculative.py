@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.made_up import decoding, random_tree, request
 from volley.config import DecodingConfig
 from volley.decode.sampling import Purpose, draw, race, token_probs
-from volley.decode.work import DraftSpec, Kind, Proposal, Rule, Shape, Verdict, Work
+from volley.decode.work import DraftSpec, Phase, Proposal, Rule, Shape, Verdict, Work
 from volley.params import SamplingParams
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
@@ -36,7 +36,7 @@ def test_greedy_requests_are_drafted_for_up_to_their_end() -> None:
 
 @pytest.mark.parametrize(
     ("options", "seed", "rule"),
-    [({}, None, Rule.SPECULATIVE), ({}, 0, Rule.MATCH), ({"verification": "match"}, None, Rule.MATCH)],
+    [({}, None, Rule.REJECTION), ({}, 0, Rule.COUPLED), ({"verification": "match"}, None, Rule.COUPLED)],
 )
 def test_sampled_requests_are_verified_as_they_were_configured(
     options: dict[str, Any], seed: int | None, rule: Rule
@@ -49,9 +49,9 @@ def test_positions_whose_noise_a_draft_knew_are_matched_and_chains_stay_within_t
     own = decoding([1, 2, 3], SamplingParams(temperature=1.0))
     own.noise_used_until = 5
     view = procedure().view(own, 8)
-    assert (view.rule, view.limit, view.chain_limit) == (Rule.MATCH, 7, 2)
+    assert (view.rule, view.limit, view.chain_limit) == (Rule.COUPLED, 7, 2)
     own.noise_used_until = 3
-    assert procedure().view(own, 8).rule is Rule.SPECULATIVE
+    assert procedure().view(own, 8).rule is Rule.REJECTION
 
 
 # -- what the pass computes --------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_a_prompt_needs_logits_only_at_its_end(computed: int, count: int, rows: 
     own.computed = computed
     work = procedure().read(own, count)
     assert procedure().num_rows(work) == rows
-    assert work.kind is Kind.PREFILL
+    assert work.phase is Phase.PREFILL
 
 
 def test_what_a_preemption_took_is_read_again_without_choosing_a_token() -> None:
@@ -104,7 +104,7 @@ def one_by_one(work: Work[Request], logits: Tensor) -> Verdict:
         position = own.length + len(chosen)
         if own.params.temperature == 0:
             token = int(row.argmax())
-        elif work.spec.rule is Rule.MATCH:
+        elif work.spec.rule is Rule.COUPLED:
             probs = token_probs(row[None], own.params)
             token = int(race(probs, own.noise.exponentials([position], V)))
         else:
@@ -136,7 +136,7 @@ def test_a_batch_of_all_kinds_is_judged_as_each_alone(kinds: list[str], chance: 
         own.noise.seed = seed
         rule = Rule.GREEDY
         if is_sampled:
-            rule = Rule.MATCH if kind.startswith("match") else Rule.SPECULATIVE
+            rule = Rule.COUPLED if kind.startswith("match") else Rule.REJECTION
         shape = Shape.TREE if kind.endswith("tree") else Shape.CHAIN
         work = Work(own, DraftSpec(shape, rule, 5, 5))
         if kind.endswith("tree"):
@@ -173,7 +173,7 @@ def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
             if not shared:
                 probs = probs.roll(3, dims=-1)
             tokens = draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 3)).tolist()
-            work = Work(own, DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 3, 3), proposal=Proposal(tokens, probs))
+            work = Work(own, DraftSpec(Shape.CHAIN, Rule.REJECTION, 3, 3), proposal=Proposal(tokens, probs))
             on_rows([work])
             procedure().absorb([work], logits).read()
             assert work.verdict.accepted == accepted
@@ -196,7 +196,7 @@ def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
         probs = token_probs(logits[first : first + 3], own.params) if kind == "ratio" else None
         proposal = Proposal(likely[first : first + 3].tolist(), probs)
         return Work(
-            own, DraftSpec(Shape.CHAIN, Rule.MATCH if kind == "match" else Rule.SPECULATIVE, 3, 3), proposal=proposal
+            own, DraftSpec(Shape.CHAIN, Rule.COUPLED if kind == "match" else Rule.REJECTION, 3, 3), proposal=proposal
         )
 
     together = [work(place) for place in range(6)]

@@ -27,9 +27,9 @@ PARAMS = [
 ]
 ASKS = [
     DraftSpec(Shape.CHAIN, Rule.GREEDY, 5, 5),
-    DraftSpec(Shape.CHAIN, Rule.MATCH, 3, 3),
-    DraftSpec(Shape.CHAIN, Rule.SPECULATIVE, 4, 4),
-    DraftSpec(Shape.TREE, Rule.MATCH, 9, 4),
+    DraftSpec(Shape.CHAIN, Rule.COUPLED, 3, 3),
+    DraftSpec(Shape.CHAIN, Rule.REJECTION, 4, 4),
+    DraftSpec(Shape.TREE, Rule.COUPLED, 9, 4),
 ]
 
 
@@ -98,7 +98,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
         segment = Segment(own.draft_table, own.length - 1, 5, causal=False)
         rows = proposer.model.logits(proposer.model.states([segment], torch.tensor([own.anchor] + 4 * [mask])))
         works = [Work(own, DraftSpec(Shape.CHAIN, rule, 4, 4)) for rule in Rule]
-        works.append(Work(own, DraftSpec(Shape.TREE, Rule.MATCH, 6, 4)))
+        works.append(Work(own, DraftSpec(Shape.TREE, Rule.COUPLED, 6, 4)))
         for work in works:
             proposer.propose([work], with_confidence=False)
     greedy, matched, speculative, tree = (work.proposal for work in works)
@@ -117,7 +117,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
 def test_several_denoising_steps_know_no_distribution(drafting: tuple[BlockProposer, list[Request]]) -> None:
     proposer, requests = drafting
     proposer.configure(DecodingConfig(denoising_steps=2))
-    work = Work(requests[1], DraftSpec(Shape.CHAIN, Rule.MATCH, 5, 5))
+    work = Work(requests[1], DraftSpec(Shape.CHAIN, Rule.COUPLED, 5, 5))
     with torch.inference_mode():
         proposer.propose([work], with_confidence=True)
     assert len(work.proposal.token_ids) == len(work.proposal.confidence) == 5

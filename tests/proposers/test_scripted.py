@@ -205,7 +205,7 @@ class Scored(ScriptedProposer):
         self.purpose = purpose
 
     def drawn(self, work: Work[Any]) -> list[int]:
-        assert work.spec.rule is Rule.SPECULATIVE
+        assert work.spec.rule is Rule.REJECTION
         request = work.request
         return [int(u * V) for u in request.noise.uniforms(self.purpose, request.length, work.spec.positions)]
 

@@ -10,7 +10,7 @@ import torch
 from tests.serve.running import Running, Tiny, running, wait_until
 from tests.serve.test_lifecycle import LONG, begin
 from volley import Engine
-from volley.decode.late import Reading
+from volley.decode.on_device import Reading
 from volley.engine import engine as engine_module
 from volley.engine.overlap import Overlap
 from volley.engine.step import Step

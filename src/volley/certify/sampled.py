@@ -20,9 +20,9 @@ from volley.certify.reference import distribution, penalised
 from volley.certify.statistics import LEAST_ANSWERS, Deviations, mean_difference, sum_p, two_sample_p
 from volley.certify.subject import Reply, Subject, unchosen
 from volley.config import DecodingConfig
-from volley.decode.late import Reading
+from volley.decode.on_device import Reading
 from volley.decode.sampling import without
-from volley.decode.work import NO_DRAFT, Kind, Proposal, Verdict, Work
+from volley.decode.work import NO_DRAFT, Phase, Proposal, Verdict, Work
 from volley.engine.engine import Engine
 from volley.memory.batch import Segment
 from volley.params import SamplingParams
@@ -81,7 +81,7 @@ class ScoringInPlace(Scoring):
         self.mask_token_id = mask_token_id
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
-        return Work(request, replace(NO_DRAFT, size=num_tokens), Kind.PREFILL, num_tokens)
+        return Work(request, replace(NO_DRAFT, size=num_tokens), Phase.PREFILL, num_tokens)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
         tokens, segment = super().segment(work)

@@ -67,19 +67,19 @@ def walk_constrained(
                 break
             row, among = found
             probs = token_probs(row, params, draft_temperature(params))
-            if spec.rule is Rule.MATCH:
+            if spec.rule is Rule.COUPLED:
                 exponentials = noise.exponentials([first + position], following.vocab_size, probs.device)
                 place = int(race(probs, columns(exponentials, among)))
             else:
                 place = int(draw(probs, [uniforms[position]]))
                 distributions.append(_widened(probs, among, following.vocab_size, 0.0))
             if with_confidence:
-                sure = float(probs.amax() if spec.rule is Rule.SPECULATIVE else confidences(row))
+                sure = float(probs.amax() if spec.rule is Rule.REJECTION else confidences(row))
             token = place if among is None else int(among[place])
         if with_confidence:
             confidence.append(sure)
         tokens.append(token)
-    probs_of_draft = _stacked(distributions, following.vocab_size) if spec.rule is Rule.SPECULATIVE and tokens else None
+    probs_of_draft = _stacked(distributions, following.vocab_size) if spec.rule is Rule.REJECTION and tokens else None
     if probs_of_draft is not None and probs_of_draft.device != device:  # all tokens were forced, or rows were read
         probs_of_draft = upload(probs_of_draft.numpy(), device)
     return Proposal(tokens, probs_of_draft, confidence=confidence if with_confidence else [])

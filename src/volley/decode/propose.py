@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from volley.decode.late import late_proposals
+from volley.decode.on_device import proposals_on_device
 from volley.decode.sampling import (
     Numbers,
     PositionNoise,
@@ -68,7 +68,9 @@ class Start(NamedTuple):
 
 def walk_best(after: Transitions, works: Works, *, start: Start | None = None) -> list[Proposal]:
     """Draft the most likely token of every position, given the tokens before it."""
-    return late_proposals(works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1), start))
+    return proposals_on_device(
+        works, _walk(after, works, lambda distributions, *_: distributions.argmax(dim=-1), start)
+    )
 
 
 def walk_sampled(
@@ -94,7 +96,7 @@ def walk_sampled(
         return found if drafted is None else drafted.index_select(0, found)
 
     tokens = _walk(after, works, choose, start)
-    return late_proposals(works, tokens, drawn[1], drafted)
+    return proposals_on_device(works, tokens, drawn[1], drafted)
 
 
 def walk_coupled(after: Transitions, works: Works, *, start: Start | None = None) -> list[Proposal]:
@@ -106,10 +108,10 @@ def walk_coupled(after: Transitions, works: Works, *, start: Start | None = None
         places = [(work.request.noise, work.request.length + first) for work in works]
         return race(distributions, exponentials(places, distributions.shape[-1], distributions.device, moved))
 
-    return late_proposals(works, _walk(after, works, choose, start))
+    return proposals_on_device(works, _walk(after, works, choose, start))
 
 
-WALKS = {Rule.GREEDY: walk_best, Rule.MATCH: walk_coupled, Rule.SPECULATIVE: walk_sampled}
+WALKS = {Rule.GREEDY: walk_best, Rule.COUPLED: walk_coupled, Rule.REJECTION: walk_sampled}
 """Functions that draft chains token by token, by verification rule. Their works must have equal sampling parameters."""
 
 

@@ -16,7 +16,7 @@ from volley.memory.kv_cache import BlockTable
 from volley.params import SamplingParams
 
 
-class Kind(Enum):
+class Phase(Enum):
     """Phase of a request in a pass."""
 
     PREFILL = "prefill"
@@ -40,10 +40,10 @@ class Rule(Enum):
     """Verification rule of a draft (``decode/verify.py``)."""
 
     GREEDY = "greedy"
-    MATCH = "match"
+    COUPLED = "coupled"
     """Coupled sampling: draw the target's tokens with the noise of their positions, which drafts may use too, and accept the
     draft while it agrees."""
-    SPECULATIVE = "speculative"
+    REJECTION = "rejection"
     """Rejection sampling: accept by the ratio of target and draft distributions. Prompt-lookup tokens have no distribution and
     are compared with the target's draws."""
 
@@ -71,16 +71,16 @@ NO_DRAFT = DraftSpec(Shape.CHAIN, Rule.GREEDY)
 
 
 @dataclass(slots=True)
-class Late:
-    """Draft that is still on the device (``decode/late.py``)."""
+class DeviceDraft:
+    """Draft that is still on the device (``decode/on_device.py``)."""
 
     token_ids: Tensor
     """Token ids ``[k]``."""
     confidence: Tensor | None = None
     """Probabilities ``[k]`` in double precision, or ``None`` if not requested."""
 
-    def first(self, size: int) -> "Late":
-        return Late(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
+    def first(self, size: int) -> "DeviceDraft":
+        return DeviceDraft(self.token_ids[:size], None if self.confidence is None else self.confidence[:size])
 
 
 @dataclass(slots=True)
@@ -100,13 +100,13 @@ class Proposal:
     confidence: list[float] = field(default_factory=list)
     """Largest probability of the drafter at each draft position, in its first pass, if requested. In a greedy walk it is the
     probability given the previous token, among the candidates. In a tree it is each node's probability, ancestors included."""
-    late: Late | None = None
+    on_device: DeviceDraft | None = None
     """Tokens on the device until the host has read them; ``token_ids`` are zeros until then."""
     drafted: Tensor | None = None
 
     @property
     def has_confidence(self) -> bool:
-        return bool(self.confidence) or (self.late is not None and self.late.confidence is not None)
+        return bool(self.confidence) or (self.on_device is not None and self.on_device.confidence is not None)
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
@@ -119,9 +119,9 @@ class Proposal:
 
     def first(self, size: int) -> "Proposal":
         """Return the first tokens of a chain. The confidences of all tokens are kept."""
-        known, late = self.draft_probs, self.late
+        known, draft = self.draft_probs, self.on_device
         probs = None if known is None else known[:size]
-        return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, late=late and late.first(size))
+        return replace(self, token_ids=self.token_ids[:size], draft_probs=probs, on_device=draft and draft.first(size))
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class Work(Generic[R]):
 
     request: R
     spec: DraftSpec
-    kind: Kind = Kind.DECODE
+    phase: Phase = Phase.DECODE
     num_known: int = 1
     """Number of certain tokens that the target computes: a chunk of the prompt, or the anchor."""
     found: list[int] = field(default_factory=list)
@@ -179,7 +179,7 @@ class Work(Generic[R]):
     num_fused: int = 0
     """Number of the spec's tokens that belong to a fused canvas. Behind a draft they are dropped if the pass has no budget for
     them."""
-    may_be_late: bool = False
+    may_stay_on_device: bool = False
     """True if the draft may stay on the device until it is verified, because no policy cuts it by confidence."""
     proposal: Proposal = field(default_factory=lambda: Proposal([]))
     rows: slice = field(default_factory=lambda: slice(0, 0))

@@ -1,7 +1,7 @@
 """Launch the next step's GPU work before the host has read the tokens of the current step (async scheduling).
 
 The next passes need two values that the host does not know yet: the number of accepted tokens of each draft, and the bonus
-token. Both are on the device (``decode/late.py``). So the device starts its next passes as soon as the current ones end, and
+token. Both are on the device (``decode/on_device.py``). So the device starts its next passes as soon as the current ones end, and
 the host commits, detokenizes and schedules in the meantime. For plain decoding the launch is one pass, in which each request
 advances by one token. For chains it computes the drafter's K/V, a draft and its verification. The host lays these passes out
 as if no draft token was accepted. The device then shifts their positions (``memory/graphs.py``) and the noise of sampled
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.late import Reading, count_accepted, draft_tokens
-from volley.decode.work import Kind, Proposal, Rule, Shape, Work
+from volley.decode.on_device import Reading, count_accepted, draft_tokens
+from volley.decode.work import Phase, Proposal, Rule, Shape, Work
 from volley.engine.pacing import Pacing
 from volley.engine.runner import Pass, Runner
 from volley.engine.scheduler import Scheduler
@@ -204,7 +204,7 @@ class Ahead:
             for work, place in zip(step.works, places, strict=True):
                 if size := work.spec.size:
                     work.proposal = launched.drafts[place.number].first(size)
-                    step.is_late = True
+                    step.is_on_device = True
                 work.rows = slice(len(rows), len(rows) + 1 + size)
                 rows += range(first := place.number * (1 + launched.size), first + 1 + size)
                 segments.append(Segment(work.request.table, work.request.computed, 1 + size))
@@ -214,7 +214,7 @@ class Ahead:
 
 
 def _is_chain(work: Work[Request]) -> bool:
-    return work.kind is Kind.DECODE and work.spec.shape is Shape.CHAIN
+    return work.phase is Phase.DECODE and work.spec.shape is Shape.CHAIN
 
 
 def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
@@ -222,9 +222,9 @@ def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
     place, spec = launched.places.get(work.request), work.spec
     if place is None or place.before.is_cut or not _is_chain(work) or spec.size > launched.size:
         return False
-    is_usable = spec.rule is place.before.spec.rule and work.may_be_late
+    is_usable = spec.rule is place.before.spec.rule and work.may_stay_on_device
     # The first tokens of a longer block differ from those of a shorter block. Only seeded rejection sampling depends on that.
-    if spec.rule is Rule.SPECULATIVE and work.request.params.seed is not None:
+    if spec.rule is Rule.REJECTION and work.request.params.seed is not None:
         is_usable = is_usable and spec.size == launched.size
     return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not spec.size)
 

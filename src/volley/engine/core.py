@@ -100,7 +100,7 @@ class EngineCore:
         check_settings(config, proposer := self.proposer)
         draft_seconds = proposer.seconds if proposer else lambda *_: 0.0
         costs = Costs(draft_seconds, self.runner.seconds, arrivals)
-        costs.drafts_late = proposer is not None and proposer.drafts_late
+        costs.drafts_on_device = proposer is not None and proposer.drafts_on_device
         can_grow_trees = proposer is not None and proposer.can_grow_trees
         policy = self._make_policy(config, costs)
         return Pacing(policy, costs, can_grow_trees=can_grow_trees, can_rest=self.sequences.can_rest)

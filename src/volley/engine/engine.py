@@ -309,7 +309,7 @@ class Engine:
 
     def set_up(self, request: Request) -> None:
         """Set the root of a new request's page hashes, and whether its drafting is suspended."""
-        request.rests = not request.procedure.is_followed(request.params)
+        request.drafting_suspended = not request.procedure.is_followed(request.params)
         request.prefix_root = request.procedure.prefix_root(request.params, self.capacity.page_size)
 
     # -- settings ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from volley.decode.lookup import MOST_FOUND
-from volley.decode.work import NO_DRAFT, Kind, Work
+from volley.decode.work import NO_DRAFT, Phase, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
@@ -36,7 +36,7 @@ class Pacing:
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(specs))
             work.found, work.found_confidence = tokens, sure
-            work.may_be_late = request.procedure.reads_late and not self.policy.cuts(work.spec)
+            work.may_stay_on_device = request.procedure.reads_on_device and not self.policy.cuts(work.spec)
             works.append(work)
         return works
 
@@ -47,7 +47,7 @@ class Pacing:
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
                 is_followed = work.request.procedure.is_followed(work.request.params)
-                work.request.rests = not (is_followed and (is_kept or work.spec.positions))
+                work.request.drafting_suspended = not (is_followed and (is_kept or work.spec.positions))
 
     def gives_way(self, step: Step) -> bool:
         """Return True if the step is dropped because a prompt arrived before its target pass. Drafts are made again after the
@@ -83,7 +83,7 @@ class Pacing:
         assert step.batch is not None
         if not step.cycles:
             # Some decoding methods draft and verify by themselves, with no prompt in the same pass.
-            if all(work.kind in (Kind.DENOISE, Kind.VERIFY) for work in step.works):
+            if all(work.phase in (Phase.DENOISE, Phase.VERIFY) for work in step.works):
                 costs.target.observe(len(step.batch), len(step.works), passing)
             return
         costs.arrivals.decoded(seconds)
@@ -94,7 +94,7 @@ class Pacing:
         drafted = len(drafts) + sum(drafts), len(drafts)
         verified = sum(1 + cycle.verified for cycle in step.cycles), len(step.cycles)
         drafting = step.drafting
-        if step.is_late:
+        if step.is_on_device:
             drafting, passing = costs.shares(drafted, verified, drafting + passing)
         made = sum(len(work.verdict.token_ids) for work in step.decoding)
         costs.learn(drafted, verified, (drafting, passing), made=made, read=len(step.batch) - verified[0])
@@ -104,7 +104,7 @@ class Pacing:
         now = time.perf_counter()
         for index, work in enumerate(step.works):
             request = work.request
-            if work.kind is not Kind.PREFILL or not work.verdict.token_ids or request.num_output:
+            if work.phase is not Phase.PREFILL or not work.verdict.token_ids or request.num_output:
                 continue
             self.costs.arrivals.read(now - request.arrived)
             if self.policy.uses_prefill and step.features is not None:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from volley.decode.work import Kind, Work
+from volley.decode.work import Phase, Work
 from volley.engine.capacity import Capacity
 from volley.engine.states import SequenceState
 from volley.engine.step import Step
@@ -122,7 +122,7 @@ class RecurrentStates(SequenceState):
 
     def _marks(self, work: Work[Request]) -> tuple[int, ...]:
         """Return the rows of a prompt chunk whose states are needed: its last row, and the rows at snapshot boundaries."""
-        if work.kind is not Kind.PREFILL:
+        if work.phase is not Phase.PREFILL:
             return ()
         rows = {end - work.request.computed - 1 for end in self._boundaries(work)}
         return tuple(sorted(rows | {work.num_known - 1}))
@@ -141,14 +141,14 @@ class RecurrentStates(SequenceState):
         if not self.prefix_caching:
             return []
         first, end = request.computed, request.computed + len(rows)
-        if work.kind is Kind.PREFILL:
+        if work.phase is Phase.PREFILL:
             ends = self._boundaries(work)
         else:
             last = end // (size * _ANSWER_PAGES) * size * _ANSWER_PAGES
             ends = [last] if last > first else []
         wanted = []
         for boundary in ends:
-            slot = self._snapshot(request, boundary, in_answer=work.kind is not Kind.PREFILL)
+            slot = self._snapshot(request, boundary, in_answer=work.phase is not Phase.PREFILL)
             if slot is not None:
                 wanted.append(Wanted(index, rows[boundary - first - 1], slot))
         return wanted

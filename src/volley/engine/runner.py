@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.sampling import best_tokens
-from volley.decode.work import Kind
+from volley.decode.work import Phase
 from volley.engine.recurrent import RecurrentStates
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch, Segment
@@ -88,27 +88,27 @@ class Runner:
 
     def forward(self, step: Step) -> None:
         """Fill in the step's batch, logits and features, and the logit rows of each work."""
-        segments, tokens, rows, late = list[Segment](), list[int](), list[int](), dict[int, Tensor]()
+        segments, tokens, rows, on_device = list[Segment](), list[int](), list[int](), dict[int, Tensor]()
         with step.timings.count("verify"):
             for work in step.works:
                 procedure = work.request.procedure
                 own, segment = procedure.segment(work)
                 segments.append(segment)
                 tokens += own
-                if (draft := work.proposal.late) is not None:
-                    late[len(tokens) - len(draft.token_ids)] = draft.token_ids
+                if (draft := work.proposal.on_device) is not None:
+                    on_device[len(tokens) - len(draft.token_ids)] = draft.token_ids
                 first, wanted = len(rows), procedure.num_rows(work)
                 rows += range(len(tokens) - wanted, len(tokens))
                 work.rows = slice(first, len(rows))
-            step.is_late = bool(late)
+            step.is_on_device = bool(on_device)
             # Prompt lengths vary too much for a captured graph to be reused.
-            may_capture = all(work.kind is not Kind.PREFILL for work in step.works)
-            outputs = self.replay(segments, tokens, rows, late, may_capture=may_capture)
+            may_capture = all(work.phase is not Phase.PREFILL for work in step.works)
+            outputs = self.replay(segments, tokens, rows, on_device, may_capture=may_capture)
             if outputs is not None:
                 outputs.give(step)
                 return
-            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, late)
-            if any(work.kind is Kind.DENOISE for work in step.works):
+            step.batch, choosing = RaggedBatch.on_device(segments, tokens, rows or [0], self.target.device, on_device)
+            if any(work.phase is Phase.DENOISE for work in step.works):
                 step.batch.follow(self._denoised)
                 self._denoised = step.batch
             if self.recurrent is not None:
@@ -126,7 +126,7 @@ class Runner:
         segments: list[Segment],
         tokens: list[int],
         rows: Sequence[int],
-        late: Mapping[int, Tensor],
+        on_device: Mapping[int, Tensor],
         moved: Tensor | None = None,
         *,
         may_capture: bool = True,
@@ -137,7 +137,7 @@ class Runner:
         """
         found = None
         if self.passes is not None:
-            found = self.passes(segments, tokens, rows, late, moved, may_capture=may_capture)
+            found = self.passes(segments, tokens, rows, on_device, moved, may_capture=may_capture)
         if found is None:
             return None
         batch, (logits, *features) = found

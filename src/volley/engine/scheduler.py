@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from volley.decode.work import Kind, Shape, Work
+from volley.decode.work import Phase, Shape, Work
 from volley.engine.capacity import Capacity
 from volley.engine.pacing import Pacing
 from volley.engine.states import Sequences
@@ -66,7 +66,7 @@ class Scheduler:
         most, decoding, unread = self.capacity.max_batch_tokens, list[Request](), list[Request]()
         for request in self.running:
             (decoding if request.is_decoding else unread).append(request)
-        commits = [work for request in unread if (work := _read(request, most)).kind is Kind.COMMIT]
+        commits = [work for request in unread if (work := _read(request, most)).phase is Phase.COMMIT]
         decided = pacing.decide(decoding, under_way)
         is_under_way = is_launched([*decided, *commits])
         may_sit_out = self._are_prompts_due(self._clock()) and not is_under_way
@@ -149,10 +149,10 @@ class Scheduler:
         self.step += 1
         most = room = self.capacity.max_batch_tokens
         waiting = set[Request]()
-        canvases = [work for work in works if work.kind in (Kind.DENOISE, Kind.COMMIT, Kind.VERIFY)]
+        canvases = [work for work in works if work.phase in (Phase.DENOISE, Phase.COMMIT, Phase.VERIFY)]
         for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
             has_room = work.num_tokens <= room or room == most
-            if work.kind is Kind.VERIFY and not has_room:
+            if work.phase is Phase.VERIFY and not has_room:
                 work.spec, work.num_fused, has_room = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
             if has_room:
                 room -= work.num_tokens
@@ -233,4 +233,4 @@ _priority = attrgetter("params.priority")
 
 
 def _drafts(work: Work[Request]) -> bool:
-    return work.kind is Kind.DECODE and work.spec.size > 0
+    return work.phase is Phase.DECODE and work.spec.size > 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from volley.config import DecodingConfig
-from volley.decode.work import Kind, Work
+from volley.decode.work import Phase, Work
 from volley.engine.step import Step
 from volley.memory.attention import IntArray
 from volley.memory.kv_cache import BlockTable, PagePool
@@ -197,7 +197,7 @@ class DraftContext(SequenceState):
         A step that reads a prompt defers them, unless twice as many are pending, so that its first token comes sooner.
         """
         waiting, most = len(self.backlog), self.most_waiting
-        if any(work.kind is Kind.PREFILL for work in step.works):
+        if any(work.phase is Phase.PREFILL for work in step.works):
             most *= 2
         if not waiting or not (waiting >= most or any(work.spec.positions for work in step.works)):
             return
@@ -218,7 +218,7 @@ class DraftContext(SequenceState):
         runs = [self._open.setdefault(work.request, KeptRun(work.request.computed)) for work in works]
         counts = [work.num_kept for work in works]
         self.backlog.add(self._kept_features(step, works), runs, counts)
-        self._decoded = sum(work.num_kept for work in works if work.kind is not Kind.PREFILL)
+        self._decoded = sum(work.num_kept for work in works if work.phase is not Phase.PREFILL)
 
     def release(self, request: Request) -> None:
         self._close(request)
@@ -257,7 +257,9 @@ class DraftContext(SequenceState):
 def _kept_rows(step: Step, features: Tensor) -> Tensor:
     """Return the kept rows of ``features [T, taps · H]``, for the requests whose drafting is not suspended."""
     assert step.batch is not None
-    pairs = [pair for pair in zip(step.works, step.batch.offsets, strict=False) if not pair[0].request.rests]
+    pairs = [
+        pair for pair in zip(step.works, step.batch.offsets, strict=False) if not pair[0].request.drafting_suspended
+    ]
     if all(work.verdict.path is None for work, _ in pairs):  # the first rows of each chain
         return torch.cat([features[start : start + work.num_kept] for work, start in pairs])
     rows = [np.array(work.kept_rows, dtype=np.int64) + start for work, start in pairs]
@@ -299,7 +301,7 @@ class DraftRing(DraftContext):
         return True
 
     def reserve_ahead(self, request: Request, num_tokens: int) -> bool:
-        if request.rests or request in self._behind or num_tokens > request.computed + 1 + self._reach:
+        if request.drafting_suspended or request in self._behind or num_tokens > request.computed + 1 + self._reach:
             return False
         self._enter(request, num_tokens)
         return True
@@ -354,7 +356,7 @@ class DraftRing(DraftContext):
             self._publish(work)
         if len(works) < len(step.works):
             for work in step.works:
-                if work.request.rests and work.request not in self._behind:
+                if work.request.drafting_suspended and work.request not in self._behind:
                     self._close(work.request)
                     self._behind.add(work.request)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from volley.decode.late import Reading
-from volley.decode.work import Kind, Proposal, Rule, Shape, Work, group_by
+from volley.decode.on_device import Reading
+from volley.decode.work import Phase, Proposal, Rule, Shape, Work, group_by
 from volley.memory.batch import RaggedBatch
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.policies.base import Cycle
@@ -51,7 +51,7 @@ class Step:
     """Seconds of drafting, without ``settling``."""
     has_draft_kv: bool = False
     """True if the draft K/V of this step's tokens were made within the step."""
-    is_late: bool = False
+    is_on_device: bool = False
     """True if the host has not read the drafts before verification. It then cannot tell when drafting ended, because the
     device was still at work."""
     cycles: list[Cycle] = field(default_factory=list)
@@ -68,17 +68,17 @@ class Step:
     @property
     def awake(self) -> list[Work[Request]]:
         """Works whose drafting is not suspended."""
-        return [work for work in self.works if not work.request.rests]
+        return [work for work in self.works if not work.request.drafting_suspended]
 
     @property
     def decoding(self) -> list[Work[Request]]:
         """Works that the policy decides about. The others read prompts, or belong to a decoding method that drafts by itself."""
-        return [work for work in self.works if work.kind is Kind.DECODE]
+        return [work for work in self.works if work.phase is Phase.DECODE]
 
     def note_noise_used(self) -> None:
         """Record for each request up to which position a draft has used the target's noise."""
         for work in self.works:
-            if work.spec.positions and work.spec.rule is Rule.MATCH:
+            if work.spec.positions and work.spec.rule is Rule.COUPLED:
                 work.request.noise_used_until = max(
                     work.request.noise_used_until, work.request.length + work.spec.positions
                 )
@@ -89,7 +89,7 @@ def propose(step: Step, drafter: Proposer | None) -> None:
     with step.timings.count("draft"):
         drafting: list[Work[Any]] = [work for work in step.works if work.spec.positions]
         for work in step.works:
-            is_read = work.kind is Kind.PREFILL and work.request.computed + work.num_known == work.request.length
+            is_read = work.phase is Phase.PREFILL and work.request.computed + work.num_known == work.request.length
             if is_read and drafter is not None:
                 drafter.see(work.request.token_ids)
             if work.spec.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
@@ -123,7 +123,7 @@ def accept(step: Step, readings: Sequence[Reading]) -> None:
 def conclude(step: Step, work: Work[Request], now: float) -> bool:
     """Apply a verdict to its request at time ``now``: tokens and statistics. Return True if it had any tokens."""
     request, verdict, stats = work.request, work.verdict, work.request.stats
-    if work.kind is Kind.PREFILL:
+    if work.phase is Phase.PREFILL:
         stats.prefill_seconds += now - step.started
     else:
         stats.add(step.timings.draft, step.timings.walk, step.timings.verify)
@@ -140,7 +140,7 @@ def conclude(step: Step, work: Work[Request], now: float) -> bool:
     taken = request.append(verdict.token_ids, verdict.accepted)
     request.computed = min(request.computed, request.length)  # the text may have ended inside the block
     request.scores += work.scores[:taken]
-    if work.kind in (Kind.DECODE, Kind.VERIFY):
+    if work.phase in (Phase.DECODE, Phase.VERIFY):
         stats.accepted_lengths.append(taken)
         stats.block_sizes.append(1 + len(work.proposal.token_ids))
     stats.last_tokens, stats.total_seconds = taken, time.perf_counter() - request.arrived

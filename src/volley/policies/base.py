@@ -38,7 +38,7 @@ class View:
         nodes = nodes if self.max_nodes is None else self.max_nodes
         if nodes and (positions := min(positions, self.limit)):
             return DraftSpec(
-                Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.MATCH, nodes, positions, threshold
+                Shape.TREE, Rule.GREEDY if self.rule is Rule.GREEDY else Rule.COUPLED, nodes, positions, threshold
             )
         positions = min(positions, self.chain_limit)
         return DraftSpec(Shape.CHAIN, self.rule, positions, positions, threshold)

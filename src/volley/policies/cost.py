@@ -169,7 +169,7 @@ def _uninterrupted(timed: dict[int, float]) -> tuple[FloatArray, FloatArray]:
 class Costs:
     """Costs of one engine: passes of drafter and target, and the time limit that arriving prompts set on a cycle."""
 
-    drafts_late = False
+    drafts_on_device = False
     """True if drafts stay on the device until they are verified. Reading one earlier makes the host wait."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Costs:
 
         If drafts are dropped for prompts, a prompt that arrives during drafting waits only for the end of drafting.
         """
-        if self.arrivals.newcomers is None or self.drafts_late:
+        if self.arrivals.newcomers is None or self.drafts_on_device:
             return drafting + passing
         longer: FloatArray = np.maximum(drafting, passing)
         return longer

@@ -107,8 +107,7 @@ class Goodput(Policy):
         own = self._nodes(under_way) if self.block_size > 1 and any(view.max_nodes is None for view in views) else 0
         # Chains with rejection sampling gain as much as trees, with fewer tokens.
         nodes = [
-            view.max_nodes if view.max_nodes is not None else own * (view.rule is not Rule.SPECULATIVE)
-            for view in views
+            view.max_nodes if view.max_nodes is not None else own * (view.rule is not Rule.REJECTION) for view in views
         ]
         kinds = [(view.rule is not Rule.GREEDY) + TREE * (size > 0) for view, size in zip(views, nodes, strict=True)]
         drafting = {kind for view, kind in zip(views, kinds, strict=True) if view.limit}
@@ -128,7 +127,7 @@ class Goodput(Policy):
     def _nodes(self, under_way: int) -> int:
         """Return the number of tree nodes while ``under_way`` requests are running or waiting; 0: no trees."""
         assert self.costs is not None
-        if self.costs.drafts_late:  # the host grows trees, and would wait for the drafter's output
+        if self.costs.drafts_on_device:  # the host grows trees, and would wait for the drafter's output
             return 0
         if under_way not in self._tree_nodes:
             target, tokens = self.costs.target, under_way * (1 + _NODES)

@@ -50,7 +50,7 @@ class Planner:
         self._costs, self._counts, self._total = costs, np.array(counts, dtype=float), sum(counts)
         self.most_seconds = most_seconds(costs, self._total)
         """Longest allowed wait of a prompt for a cycle, in seconds."""
-        thresholds = _THRESHOLDS[:1] if costs.drafts_late else _THRESHOLDS
+        thresholds = _THRESHOLDS[:1] if costs.drafts_on_device else _THRESHOLDS
         sizes = np.array([most, *(size for size in _SLOTS if size < most)] if gains else [], dtype=int)
         slots = self._slots = np.append(0, np.repeat(sizes, len(thresholds)))
         self._options = np.zeros((4, KINDS, len(slots)))  # rows: slots, thresholds, tokens and verified, as in Plan

@@ -14,7 +14,7 @@ from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, Reveal, g
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import PositionNoise, Score, best_tokens, scores_of, without
-from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Rule, Shape, Verdict, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Phase, Rule, Shape, Verdict, Work
 from volley.errors import ConfigError, InputError
 from volley.memory.batch import Segment
 from volley.memory.device import most_together
@@ -123,13 +123,13 @@ class Denoising(Procedure):
             num_tokens = max(1, num_tokens // length) * length
         size = min(num_tokens, left)
         is_block = request.num_output > 0 and left <= canvas_length(request.params)  # else a preemption dropped more
-        kind = Kind.COMMIT if is_block else Kind.PREFILL
+        phase = Phase.COMMIT if is_block else Phase.PREFILL
         if size < left or self._awaits_first(request):
-            return Work(request, NO_DRAFT, kind, size)
-        return Work(request, self._open(request), kind, size)
+            return Work(request, NO_DRAFT, phase, size)
+        return Work(request, self._open(request), phase, size)
 
     def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
-        return Work(request, self._open(request), Kind.DENOISE, 0)
+        return Work(request, self._open(request), Phase.DENOISE, 0)
 
     def _awaits_first(self, request: Request) -> bool:
         """Return True if the block before the canvas still has to predict the token of the canvas's first slot."""
@@ -202,7 +202,7 @@ class Denoising(Procedure):
                 if not work.is_broken:
                     self._finish(work)
             else:
-                request.stats.commit_passes += work.kind is Kind.COMMIT
+                request.stats.commit_passes += work.phase is Phase.COMMIT
                 if len(rows := logits[work.rows]):
                     work.is_broken = not are_finite([rows])[0]
                     if not work.is_broken:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from volley.config import DecodingConfig
 from volley.decode.sampling import without
-from volley.decode.work import DraftSpec, Kind, Shape, Work
+from volley.decode.work import DraftSpec, Phase, Shape, Work
 from volley.errors import ConfigError
 from volley.memory.batch import Segment
 from volley.policies.base import View
@@ -22,7 +22,7 @@ from volley.procedures.speculative import Speculative, coupled_rule
 
 
 class InPlace(Speculative):
-    reads_late = False
+    reads_on_device = False
 
     def __init__(self, config: DecodingConfig, mask_token_id: int) -> None:
         super().__init__(config)
@@ -50,10 +50,10 @@ class InPlace(Speculative):
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         """Make the work that reads a prompt chunk. The pass that reads the end of the prompt also asks for the first token."""
         emits = request.computed + num_tokens == request.length and request.remaining > 0
-        return Work(request, self._spec(request, self.num_beside(0) if emits else 0), Kind.PREFILL, num_tokens)
+        return Work(request, self._spec(request, self.num_beside(0) if emits else 0), Phase.PREFILL, num_tokens)
 
     def next_work(self, request: Request, spec: DraftSpec) -> Work[Request]:
-        return Work(request, self._spec(request, self.num_beside(0)), Kind.VERIFY)
+        return Work(request, self._spec(request, self.num_beside(0)), Phase.VERIFY)
 
     @staticmethod
     def _spec(request: Request, size: int) -> DraftSpec:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.canvas import Canvas
-from volley.decode.late import Reading
 from volley.decode.lookup import CERTAIN, Lookup, found_confidence
+from volley.decode.on_device import Reading
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise, Score
-from volley.decode.work import NO_DRAFT, DraftSpec, Kind, Work
+from volley.decode.work import NO_DRAFT, DraftSpec, Phase, Work
 from volley.errors import NonFiniteError
 from volley.memory.batch import Segment
 from volley.memory.kv_cache import BlockTable
@@ -25,8 +25,8 @@ from volley.results import CanvasDraft, FinishReason, GenerationResult, Generati
 class Procedure(ABC):
     """Base class of decoding methods. One object serves all requests that use it; the state of a request is in the request."""
 
-    reads_late = False
-    """True if :meth:`absorb` accepts drafts that are still on the device (``decode/late.py``)."""
+    reads_on_device = False
+    """True if :meth:`absorb` accepts drafts that are still on the device (``decode/on_device.py``)."""
 
     def check(self, request: "Request") -> None:
         """Raise an error for a new request whose parameters are not supported."""
@@ -64,7 +64,7 @@ class Procedure(ABC):
         """Make the work that computes the next ``num_tokens`` of a prompt, or of tokens whose K/V a preemption dropped."""
         view = self.view(request, 1)
         spec = NO_DRAFT if view is None else view.draft(0)
-        return Work(request, spec, Kind.PREFILL, num_tokens)
+        return Work(request, spec, Phase.PREFILL, num_tokens)
 
     @abstractmethod
     def next_work(self, request: "Request", spec: DraftSpec) -> Work["Request"]:
@@ -112,7 +112,7 @@ class Request:
     """Logits processors: penalties, biases, a grammar, rules of the caller."""
     tapped: Tensor | None = None
     """Target features ``[taps · H]`` of the last token that has K/V; only for drafters that write token by token."""
-    rests: bool = False
+    drafting_suspended: bool = False
     """True if drafting is suspended: no draft K/V are made for its tokens."""
     drafts_from: int = 0
     """Length at which drafting begins again after a suspension."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from volley.decode.canvas import Canvas, CoupledNoise
 from volley.decode.sampling import PositionNoise
-from volley.decode.work import DraftSpec, Kind, Proposal, Rule, Shape, Work
+from volley.decode.work import DraftSpec, Phase, Proposal, Rule, Shape, Work
 from volley.memory.batch import Segment
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.target import Target
@@ -82,9 +82,9 @@ class SelfSpeculative(Denoising):
         if canvas is None and size > 0 and not is_plain:
             canvas = request.canvas = self._begin(request, request.computed, [request.anchor])
         if canvas is None:
-            return Work(request, DraftSpec(Shape.CHAIN, rule, self.verifier.num_beside(0)), Kind.VERIFY)
+            return Work(request, DraftSpec(Shape.CHAIN, rule, self.verifier.num_beside(0)), Phase.VERIFY)
         if not canvas.done:
-            return Work(request, DraftSpec(Shape.CHAIN, rule, len(canvas)), Kind.DENOISE, 0, num_fused=len(canvas))
+            return Work(request, DraftSpec(Shape.CHAIN, rule, len(canvas)), Phase.DENOISE, 0, num_fused=len(canvas))
         draft, confidence = canvas.tokens[1 : 1 + size].tolist(), canvas.confidence[1 : 1 + size].tolist()
         beside, request.canvas = self.verifier.num_beside(len(draft)), None
         if self._should_fuse(request, confidence, beside + 1):
@@ -94,7 +94,7 @@ class SelfSpeculative(Denoising):
             request.canvas, num_fused = None, 0
         spec = DraftSpec(Shape.CHAIN, rule, beside + num_fused)
         work = SelfCheck(
-            request, spec, Kind.VERIFY, proposal=Proposal(draft), num_fused=num_fused, confidence=confidence
+            request, spec, Phase.VERIFY, proposal=Proposal(draft), num_fused=num_fused, confidence=confidence
         )
         if diffusion_of(request).max_steps is None and len(draft) + 1 == canvas_length(request.params):
             work.steps, work.alone = canvas.max_steps or 0, canvas.step - canvas.is_fused
@@ -142,7 +142,7 @@ class SelfSpeculative(Denoising):
         return CoupledNoise(request.noise.seed)
 
     def segment(self, work: Work[Request]) -> tuple[list[int], Segment]:
-        if work.kind is Kind.DENOISE:
+        if work.phase is Phase.DENOISE:
             return super().segment(work)
         tokens, segment = self.verifier.segment(work)
         if not work.num_fused:
@@ -153,19 +153,19 @@ class SelfSpeculative(Denoising):
         return tokens + canvas.tokens.tolist(), whole
 
     def num_rows(self, work: Work[Request]) -> int:
-        own = 0 if work.kind is Kind.DENOISE else self.verifier.num_rows(work)
+        own = 0 if work.phase is Phase.DENOISE else self.verifier.num_rows(work)
         return own + work.num_fused
 
     def absorb(self, works: Works, logits: Tensor) -> None:
-        verified = [work for work in works if work.kind is not Kind.DENOISE]
-        self._at_once = sum(work.kind is not Kind.PREFILL for work in works) or 1
+        verified = [work for work in works if work.phase is not Phase.DENOISE]
+        self._at_once = sum(work.phase is not Phase.PREFILL for work in works) or 1
         canvases = list[tuple[Request, Tensor]]()
         for work in works:
             if work.num_fused:
                 middle = work.rows.stop - work.num_fused
                 canvases.append((work.request, logits[middle : work.rows.stop]))
                 work.rows = slice(work.rows.start, middle)
-            elif work.kind is Kind.VERIFY:
+            elif work.phase is Phase.VERIFY:
                 work.request.canvas = None
                 work.request.stats.commit_passes += 1
         self.verifier.absorb(verified, logits).read()
@@ -199,7 +199,7 @@ class SelfSpeculative(Denoising):
     def _put_anchor(self, work: Work[Request]) -> None:
         """Let a fused canvas begin with the bonus token if the whole draft was accepted; otherwise drop it."""
         canvas, verdict = work.request.canvas, work.verdict
-        if canvas is None or work.kind is not Kind.VERIFY:
+        if canvas is None or work.phase is not Phase.VERIFY:
             return
         if verdict.accepted < len(work.proposal.token_ids):
             work.request.canvas = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from volley.config import DecodingConfig
 from volley.decode.canvas import grouped
-from volley.decode.late import Reading, draft_tokens
+from volley.decode.on_device import Reading, draft_tokens
 from volley.decode.rules import Constraint, allowed_choice, allowed_probs, apply_rules, constraints
 from volley.decode.sampling import (
     NO_TOKEN,
@@ -42,7 +42,7 @@ _SLICE = 32  # rows of a prompt's logits that become log-probabilities at once
 
 
 class Speculative(Procedure):
-    reads_late = True
+    reads_on_device = True
 
     def __init__(self, config: DecodingConfig) -> None:
         self.config = config
@@ -54,14 +54,14 @@ class Speculative(Procedure):
         otherwise the output would be biased, because the accepted count depends on that noise. Until then chains end at p.
         """
         limit = max(0, min(largest, request.remaining) - 1)
-        if request.rests or request.length < request.drafts_from or request.length == request.plain_at:
+        if request.drafting_suspended or request.length < request.drafts_from or request.length == request.plain_at:
             limit = 0
         params, chain_limit, rule = request.params, limit, Rule.GREEDY
         if params.temperature > 0:
-            rule = Rule.MATCH
+            rule = Rule.COUPLED
             if not self.config.matches(params.seed):
                 bound = request.noise_used_until - request.length
-                rule, chain_limit = (Rule.MATCH, min(limit, bound)) if bound > 0 else (Rule.SPECULATIVE, limit)
+                rule, chain_limit = (Rule.COUPLED, min(limit, bound)) if bound > 0 else (Rule.REJECTION, limit)
         return View(request.request_id, rule, limit, chain_limit, self.config.max_tree_nodes)
 
     def num_beside(self, num_drafted: int) -> int:
@@ -112,7 +112,7 @@ class Speculative(Procedure):
             request, proposal = work.request, work.proposal
             judge, key = _judge_greedy, tuple[Any, ...]()
             if request.params.temperature > 0:
-                is_matched = work.spec.rule is Rule.MATCH or proposal.parents is not None
+                is_matched = work.spec.rule is Rule.COUPLED or proposal.parents is not None
                 judge = _match if is_matched else _compare if proposal.draft_probs is None else _sample
                 key = *request.params.distribution, id(proposal.drafted)
             alike.setdefault((judge, *key), []).append(work)
@@ -132,7 +132,7 @@ class Speculative(Procedure):
 
 def coupled_rule(request: Request) -> Rule:
     """Return the rule for drafts that were made with the noise of their positions."""
-    return Rule.MATCH if request.params.temperature > 0 else Rule.GREEDY
+    return Rule.COUPLED if request.params.temperature > 0 else Rule.GREEDY
 
 
 def _parts(works: Works, logits: Tensor) -> Iterable[Works]:

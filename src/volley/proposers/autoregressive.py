@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from volley.decode.constrained import Following, columns, walk_constrained
-from volley.decode.late import read_drafts
+from volley.decode.on_device import read_drafts
 from volley.decode.propose import WALKS, Transitions
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens, confidences

@@ -17,7 +17,7 @@ class Proposer(ABC):
 
     block_size = 1
     """Largest block that it can draft, anchor included."""
-    drafts_late = False
+    drafts_on_device = False
     """True if drafts stay on the device until they are verified, unless the host needs them earlier."""
     passes: StaticPasses | None = None
     """Small passes of its model in static buffers, CUDA graphs on a GPU; ``None``: all are launched operation by operation."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from volley.config import DraftingConfig
 from volley.decode.denoise import denoise
-from volley.decode.late import read_drafts
+from volley.decode.on_device import read_drafts
 from volley.decode.propose import Start, propose_coupled
 from volley.decode.rules import apply_rules, constraints
 from volley.decode.sampling import best_tokens
@@ -38,7 +38,7 @@ class BlockProposer(Proposer):
         self.can_grow_trees = model.bound_head is None or model.bound_head.pairwise
         self.configure(config)
         drafter, self.block_size = model.drafter, model.block_size
-        self.drafts_late = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
+        self.drafts_on_device = model.device.type != "cpu" and drafter.head is None and drafter.confidence_head is None
 
     def use_fixed_memory(self, page_size: int) -> None:
         """Run small passes in static buffers, if possible. The last page of the model's store must belong to no request."""
@@ -85,7 +85,7 @@ class BlockProposer(Proposer):
                 rate_chains(self.model, free, hidden)
         if with_confidence:
             note_confidence(free, logits)
-        if not (self.drafts_late and all(map(_can_be_late, free))):
+        if not (self.drafts_on_device and all(map(_can_be_late, free))):
             read_drafts(free)
         return walking
 
@@ -231,4 +231,4 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
 
 def _can_be_late(work: Work[Any]) -> bool:
     """Return True if the host does not need the draft's tokens before it reads the target's choices."""
-    return work.may_be_late and work.spec.shape is Shape.CHAIN and not work.request.rules
+    return work.may_stay_on_device and work.spec.shape is Shape.CHAIN and not work.request.rules

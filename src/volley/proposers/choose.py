@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.late import draft_tokens, late_proposals
+from volley.decode.on_device import draft_tokens, proposals_on_device
 from volley.decode.propose import WALKS, Start, propose_coupled, propose_sampled, walk_sampled
 from volley.decode.sampling import (
     PositionNoise,
@@ -21,7 +21,7 @@ from volley.decode.sampling import (
     uniforms_of,
 )
 from volley.decode.tree import expand, position_lattices
-from volley.decode.work import Late, Proposal, Rule, Shape, Work, Works, group_by
+from volley.decode.work import DeviceDraft, Proposal, Rule, Shape, Work, Works, group_by
 from volley.memory.upload import upload, upload_indices
 from volley.models.drafters.domino import BoundRecurrent
 from volley.models.drafters.draft_model import DraftModel
@@ -81,7 +81,7 @@ def _choose_independently(works: Works, _: None, __: Tensor, logits: Tensor, sta
     probs = None
     if rule is Rule.GREEDY:
         tokens = likeliest(logits)
-    elif rule is Rule.MATCH:
+    elif rule is Rule.COUPLED:
         moved = None if start is None else start.moved.repeat_interleave(sizes[0])
         tokens = propose_coupled(logits, params, places_of(cycles, sizes), moved)
     elif start is None:
@@ -89,16 +89,16 @@ def _choose_independently(works: Works, _: None, __: Tensor, logits: Tensor, sta
         tokens, probs = propose_sampled(logits, params, numbers)
     else:
         tokens, probs = propose_sampled(logits, params, moved_uniforms(cycles, sizes[0], Purpose.DRAFT, start.moved))
-    _fill_in(works, late_proposals(works, tokens, probs))
+    _fill_in(works, proposals_on_device(works, tokens, probs))
 
 
 def _walk_greedily(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor, start: Start | None) -> None:
     sizes, anchors = sizes_of(works), [work.request.anchor for work in works]
     if start is not None:
         drafted, chances = head.chains_unread(hidden, logits, start.anchors, sizes[0])
-        for work, proposal, own in zip(works, late_proposals(works, drafted), chances, strict=True):
-            assert proposal.late is not None
-            proposal.late.confidence, work.proposal = own, proposal
+        for work, proposal, own in zip(works, proposals_on_device(works, drafted), chances, strict=True):
+            assert proposal.on_device is not None
+            proposal.on_device.confidence, work.proposal = own, proposal
         return
     tokens, sure = head.chains(hidden, logits, anchors, sizes)
     for work, size, end in zip(works, sizes, accumulate(sizes), strict=True):
@@ -108,7 +108,7 @@ def _walk_greedily(works: Works, head: BoundHead, hidden: Tensor, logits: Tensor
 def _walk(works: Works, head: BoundHead | BoundRecurrent, hidden: Tensor, logits: Tensor, start: Start | None) -> None:
     """Draft chains token by token, of requests with one rule and equal sampling parameters."""
     rule, drafted = works[0].spec.rule, None
-    if rule is Rule.SPECULATIVE and isinstance(head, BoundHead):
+    if rule is Rule.REJECTION and isinstance(head, BoundHead):
         if len(works) == 1 and start is None and (proposal := _drawn(works[0], head, hidden, logits)) is not None:
             works[0].proposal = proposal
             return
@@ -160,7 +160,7 @@ def rate_chains(model: DraftModel, works: Works, hidden: Tensor, anchors: Tensor
     before = tokens.roll(1).index_copy_(0, firsts, anchors)
     rates = model.accept_rates(torch.cat([states for _, states in parts]), before).double()
     for work, own, sure in zip(chains, *(torch.split(part, sizes.tolist()) for part in (tokens, rates)), strict=True):
-        work.proposal.late, work.proposal.confidence = Late(own, sure), []  # a greedy walk has left its own
+        work.proposal.on_device, work.proposal.confidence = DeviceDraft(own, sure), []  # a greedy walk has left its own
 
 
 def note_confidence(works: Works, logits: Tensor) -> None:
@@ -177,7 +177,7 @@ def note_confidence(works: Works, logits: Tensor) -> None:
         found = iter(torch.split(confidences(together), list(map(len, unknown))))
     for own, _ in left:
         sure = next(found) if own.draft_probs is None else own.draft_probs.amax(dim=-1).double()
-        if own.late is not None:
-            own.late.confidence = sure
+        if own.on_device is not None:
+            own.on_device.confidence = sure
         else:
             own.confidence = sure.tolist()

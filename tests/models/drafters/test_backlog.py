@@ -30,8 +30,8 @@ class Waiting:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        self.late, self.at_once = Written(), Written()
-        self.backlog = Backlog(self.late)
+        self.on_device, self.at_once = Written(), Written()
+        self.backlog = Backlog(self.on_device)
         self.open: list[tuple[KeptRun, list[Tensor]]] = []
 
     def add(self) -> None:
@@ -62,8 +62,8 @@ class Waiting:
             self.close()
         self.backlog.write()
         assert len(self.backlog) == 0
-        assert torch.equal(self.late.features, self.at_once.features)
-        assert torch.equal(self.late.positions, self.at_once.positions)
+        assert torch.equal(self.on_device.features, self.at_once.features)
+        assert torch.equal(self.on_device.positions, self.at_once.positions)
 
 
 @given(chance=st.integers(0, 2**32 - 1).map(random.Random), count=st.integers(0, 12))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.decode.work import Late, Proposal, Work
+from volley.decode.work import DeviceDraft, Proposal, Work
 from volley.memory.upload import Download, upload_indices, upload_together
 
 
@@ -37,11 +37,11 @@ class Reading:
 
     def add_drafts(self, works: Iterable[Work[Any]]) -> None:
         """Add the drafts of ``works`` that are on the device. Reading turns them into ordinary drafts."""
-        for proposal in (work.proposal for work in works if work.proposal.late is not None):
-            assert proposal.late is not None
-            self.add(proposal.late.token_ids, partial(_take_tokens, proposal))
-            if proposal.late.confidence is not None:
-                self.add_doubles(proposal.late.confidence, partial(setattr, proposal, "confidence"))
+        for proposal in (work.proposal for work in works if work.proposal.on_device is not None):
+            assert proposal.on_device is not None
+            self.add(proposal.on_device.token_ids, partial(_take_tokens, proposal))
+            if proposal.on_device.confidence is not None:
+                self.add_doubles(proposal.on_device.confidence, partial(setattr, proposal, "confidence"))
 
     def add_doubles(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
         """Call :meth:`add` with ``values [n]`` in double precision."""
@@ -71,10 +71,10 @@ class Reading:
 
 
 def _take_tokens(proposal: Proposal, values: list[int]) -> None:
-    proposal.token_ids, proposal.late = values, None
+    proposal.token_ids, proposal.on_device = values, None
 
 
-def late_proposals(
+def proposals_on_device(
     works: Sequence[Work[Any]], tokens: Tensor, probs: Tensor | None = None, drafted: Tensor | None = None
 ) -> list[Proposal]:
     """Make drafts on the device: each work gets its part of ``tokens [Σ k]``, and of the distributions ``probs [Σ k, n]`` over
@@ -82,17 +82,19 @@ def late_proposals(
     sizes = [work.spec.positions for work in works]
     each = [None] * len(works) if probs is None else torch.split(probs, sizes)
     parts = zip(sizes, each, torch.split(tokens, sizes), strict=True)
-    return [Proposal([0] * size, drawn_from, late=Late(own), drafted=drafted) for size, drawn_from, own in parts]
+    return [
+        Proposal([0] * size, drawn_from, on_device=DeviceDraft(own), drafted=drafted) for size, drawn_from, own in parts
+    ]
 
 
 def draft_tokens(works: Sequence[Work[Any]], device: torch.device) -> Tensor:
     """Return the draft tokens ``[Σ k]`` of ``works`` on ``device``, whether the host has read them or not."""
-    known = [token for work in works if work.proposal.late is None for token in work.proposal.token_ids]
+    known = [token for work in works if work.proposal.on_device is None for token in work.proposal.token_ids]
     uploaded = upload_indices(known, device) if known else torch.empty(0, dtype=torch.int64, device=device)
     start, parts = 0, list[Tensor]()
     for proposal in (work.proposal for work in works):
-        if proposal.late is not None:
-            parts.append(proposal.late.token_ids)
+        if proposal.on_device is not None:
+            parts.append(proposal.on_device.token_ids)
         else:
             parts.append(uploaded[start : start + len(proposal.token_ids)])
             start += len(proposal.token_ids)
