@@ -1,13 +1,14 @@
-"""Make the bundled drafter of SmolLM2-135M-Instruct: smollm2.py WORK --gguf FILE --responses FILE.jsonl [--minutes 85].
+"""Make a bundled drafter of a published model: drafter.py NAME WORK --gguf FILE --responses FILE.jsonl [--minutes 85].
 
-FILE is the model's GGUF file (Q4_1), and FILE.jsonl what `volley collect` took from it. Each step finds what an earlier run left
-in WORK: the parted responses, the training's features and checkpoint, the figures.
+FILE is the model's GGUF file, and FILE.jsonl what `volley collect` took from it (`code_prompts.py` writes prompts for a coder).
+Each step finds what an earlier run left in WORK: the parted responses, the training's features and checkpoint, the figures.
 """
 
 import argparse
 import json
 import random
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +21,71 @@ from volley.train.data import asked, read_rows
 from volley.train.loop import train
 from volley.train.options import TrainConfig
 
-NAME = "smollm2-135m"
 HELD_OUT = 160
 """Prompts that are never learnt from."""
 RECIPE: dict[str, Any] = {
-    "preset": NAME,
     "head": "markov",
     "head_rank": 128,
-    "num_layers": 4,
     "draft_vocab_size": 0,
     "tokens_per_batch": 1024,
     "anchors_per_sequence": 20,
     "features": "cache",
     "log_steps": 200,
 }
+
+
+@dataclass(frozen=True)
+class Published:
+    """Published model, by the name of its drafter and preset."""
+
+    target: str
+    maker: str
+    recipe: dict[str, Any]
+    """What its training changes of ``RECIPE``."""
+    file: str
+    """What its card says of the GGUF file."""
+
+
+MODELS = {
+    "smollm2-135m": Published("SmolLM2-135M-Instruct", "HuggingFaceTB", {"num_layers": 4}, "Q4_1"),
+    "qwen2.5-coder-0.5b": Published(
+        "Qwen2.5-Coder-0.5B-Instruct",
+        "Qwen",
+        {"num_layers": 2, "intermediate_size": 1024, "taps": (1, 11, 21)},
+        "Q4_K_M",
+    ),
+}
 TEMPERATURES = (0.0, 1.0)
 TAU_PROMPTS, SPEED_PROMPTS, TOKENS = 64, 8, 64
 
 CARD = """\
-# SmolLM2-135M-Instruct's drafter
+# {target}'s drafter
 
-A DFlash drafter with a Markov head of rank {rank} for SmolLM2-135M-Instruct, from its GGUF file or its folder: {layers} layers,
-block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter smollm2-135m` names it.
+A DFlash drafter with a Markov head of rank {rank} for {target}, from its GGUF file or its folder: {layers} layers,
+block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter {name}` names it.
 Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM
 (`tests/llamacpp`, `tests/vllm`).
 
 The drafter began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
-({answers}; repeats count), {made}. `scripts/published/smollm2.py` makes one again.
+({answers}; repeats count), {made}. `scripts/published/drafter.py` makes one again.
 
 | held-out prompts | τ of chains of {block}, drafts alone | plain decoding | prompt lookup alone | with the drafter |
 |---|---|---|---|---|
 {rows}
 
 τ is over {tau_prompts} prompts of all kinds below, speeds (tokens/s, and × plain decoding) over {speed_prompts} of them, one at a
-time, {tokens_each} tokens each, in turns: {machine}.
+time, {tokens_each} tokens each, in turns: {machine}, {file} file.
 
 ## Data and licences
 
-Target: SmolLM2-135M-Instruct (HuggingFaceTB), Apache-2.0. Prompts were made of these texts; the target's answers are learnt.
+Target: {target} ({maker}), Apache-2.0. Prompts were made of these texts; the target's answers are learnt.
 
 | text | source | licence |
 |---|---|---|
 | grade-school math word problems (training split) | openai/grade-school-math | MIT |
 | basic Python problems (rows outside the evaluation split) | google-research MBPP | CC-BY-4.0 |
 | Python functions with docstrings | sympy/sympy, networkx/networkx | BSD-3-Clause |
+| Python programs (a coder's drafter alone) | TheAlgorithms/Python | MIT |
 | command help pages | tldr-pages/tldr | CC-BY-4.0 |
 | Python Enhancement Proposals | python/peps | public domain, CC0-1.0 |
 | The Rust Programming Language | rust-lang/book | MIT, Apache-2.0 |
@@ -117,7 +139,7 @@ def measure(target: str, drafter: Path, held_out: Path) -> dict[str, Any]:
     return {"rows": rows, "tau_prompts": len(prompts), "speed_prompts": min(SPEED_PROMPTS, len(prompts))}
 
 
-def bundle(drafter: Path, report: dict[str, Any], out: Path) -> None:
+def bundle(name: str, drafter: Path, report: dict[str, Any], out: Path) -> None:
     """Copy the drafter, and write its card from the record of its making."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "model.safetensors"):
@@ -128,7 +150,12 @@ def bundle(drafter: Path, report: dict[str, Any], out: Path) -> None:
         speeds = row["tokens_per_second"]
         cells = [f"{speed:.0f} ({speed / speeds['plain']:.2f} ×)" for speed in speeds.values()]
         rows.append(" | ".join([f"| T = {row['temperature']:g}", f"{row['tau']:.2f}", *cells]) + " |")
+    model = MODELS[name]
     card = CARD.format(
+        name=name,
+        target=model.target,
+        maker=model.maker,
+        file=model.file,
         rank=config["head"]["rank"],
         layers=config["num_hidden_layers"],
         block=config["block_size"],
@@ -149,12 +176,13 @@ def bundle(drafter: Path, report: dict[str, Any], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=MODELS)
     parser.add_argument("work", type=Path)
     parser.add_argument("--gguf", type=Path, required=True)
     parser.add_argument("--responses", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=85, help="of training")
     parser.add_argument("--machine", default="", help="what the card says that speeds were measured on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "src/volley/reference" / NAME)
+    parser.add_argument("--out", type=Path, help="by default where the package has it")
     given = parser.parse_args()
     work: Path = given.work
     work.mkdir(parents=True, exist_ok=True)
@@ -164,7 +192,16 @@ def main() -> None:
     if not record.exists():
         files = {"target": str(given.gguf), "data": (str(work / "train.jsonl"),), "out": str(run)}
         held_out = str(work / "held-out.jsonl")
-        drafter = train(TrainConfig(**files, **RECIPE, eval_data=held_out, max_minutes=given.minutes))
+        drafter = train(
+            TrainConfig(
+                **files,
+                **RECIPE,
+                **MODELS[given.name].recipe,
+                preset=given.name,
+                eval_data=held_out,
+                max_minutes=given.minutes,
+            )
+        )
         trained = json.loads((run / "training_report.json").read_text())
         facts = {
             "steps": trained["position"]["step"],
@@ -175,7 +212,8 @@ def main() -> None:
         }
         measured = measure(str(given.gguf), drafter, work / "held-out.jsonl")
         write_atomically(record, json.dumps(facts | measured, indent=2) + "\n")
-    bundle(run / "drafter", json.loads(record.read_text()), given.out)
+    out = given.out or Path(__file__).parents[2] / "src/volley/reference" / given.name
+    bundle(given.name, run / "drafter", json.loads(record.read_text()), out)
 
 
 if __name__ == "__main__":
