@@ -186,18 +186,18 @@ class Every(Spy):
         return self.every
 
 
-@pytest.mark.parametrize(("every", "awake"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 3, 4]), (0, [3])])
-def test_requests_rest_as_the_policy_says_unless_they_draft(every: int, awake: list[int]) -> None:
+@pytest.mark.parametrize(("every", "drafting"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 3, 4]), (0, [3])])
+def test_drafting_is_suspended_as_the_policy_says_unless_a_request_drafts(every: int, drafting: list[int]) -> None:
     requests = [decoding([1, 2], SamplingParams(temperature=own % 2), request_id=own) for own in range(5)]
     policy = Every(every)
-    own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_rest=True)
+    own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_suspend=True)
     policy.attach(6, costs)
     works = [Work(request, NO_DRAFT) for request in requests]
     works[3].spec = own.decide([requests[3]], 7)[0].spec
-    own.let_rest(works, requests, 7)
-    assert [request.request_id for request in requests if not request.drafting_suspended] == awake
-    own.can_rest = False
+    own.suspend_drafting(works, requests, 7)
+    assert [request.request_id for request in requests if not request.drafting_suspended] == drafting
+    own.can_suspend = False
     for request in requests:
         request.drafting_suspended = False
-    own.let_rest(works, requests, 7)
+    own.suspend_drafting(works, requests, 7)
     assert not any(request.drafting_suspended for request in requests)

@@ -103,7 +103,7 @@ class EngineCore:
         costs.drafts_on_device = proposer is not None and proposer.drafts_on_device
         can_grow_trees = proposer is not None and proposer.can_grow_trees
         policy = self._make_policy(config, costs)
-        return Pacing(policy, costs, can_grow_trees=can_grow_trees, can_rest=self.sequences.can_rest)
+        return Pacing(policy, costs, can_grow_trees=can_grow_trees, can_suspend=self.sequences.can_suspend)
 
     def _make_policy(self, config: DecodingConfig, costs: Costs) -> Policy:
         policy = make_policy(self._policy_spec(config), self.drafter)

@@ -13,9 +13,10 @@ from volley.procedures.request import Request
 
 
 class Pacing:
-    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_rest: bool = False) -> None:
-        """Connect ``policy`` to ``costs``. ``can_rest`` is True if drafts work without draft K/V for the whole context."""
-        self.policy, self.costs, self.can_grow_trees, self.can_rest = policy, costs, can_grow_trees, can_rest
+    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_suspend: bool = False) -> None:
+        """Connect ``policy`` to ``costs``. ``can_suspend`` is True if drafting can resume after tokens without
+        draft K/V."""
+        self.policy, self.costs, self.can_grow_trees, self.can_suspend = policy, costs, can_grow_trees, can_suspend
         self._may_give_way = True
         self._num_timed = 0
 
@@ -40,9 +41,9 @@ class Pacing:
             works.append(work)
         return works
 
-    def let_rest(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
+    def suspend_drafting(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
         """Set which requests of ``works`` suspend drafting: no draft K/V are made for their tokens."""
-        if self.can_rest:
+        if self.can_suspend:
             every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)

@@ -90,7 +90,7 @@ class Scheduler:
             self._share_out(works)
         self._grow_others(works)
         assert works or not self.has_work, "a pool that fits every single request always schedules one"
-        pacing.let_rest(works, self.running, under_way)
+        pacing.suspend_drafting(works, self.running, under_way)
         return Step(works, pacing.policy.uses_confidence, started)
 
     def _are_prompts_due(self, now: float) -> bool:

@@ -66,8 +66,8 @@ class Step:
     requests."""
 
     @property
-    def awake(self) -> list[Work[Request]]:
-        """Works whose drafting is not suspended."""
+    def unsuspended(self) -> list[Work[Request]]:
+        """Works that get draft K/V: the drafting of their requests is not suspended."""
         return [work for work in self.works if not work.request.drafting_suspended]
 
     @property
