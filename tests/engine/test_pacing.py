@@ -181,7 +181,7 @@ class Every(Spy):
         super().__init__()
         self.every = every
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         assert (sampled, under_way) == ({False, True}, 7)
         return self.every
 

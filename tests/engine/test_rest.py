@@ -30,7 +30,7 @@ class Naps(Policy):
         drafts = 3 * (self.every(self.cycle) == 1)
         return [view.draft(drafts if view.request_id % 3 else 3) for view in views]
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         assert sampled == {False}
         return self.every(self.cycle)
 

@@ -44,7 +44,7 @@ class Pacing:
     def suspend_drafting(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
         """Set which requests of ``works`` suspend drafting: no draft K/V are made for their tokens."""
         if self.can_suspend:
-            every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
+            every = self.policy.draft_kv_every({request.params.temperature > 0 for request in running}, under_way)
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
                 is_followed = work.request.procedure.is_followed(work.request.params)

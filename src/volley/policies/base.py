@@ -117,7 +117,7 @@ class Policy(ABC):
         """Return the draft spec of each view. ``under_way`` is the number of running and waiting requests, at most as many as may
         run."""
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         """Return k: draft K/V are maintained for every k-th request (0: for none), while ``under_way`` requests are running or
         waiting.
 

@@ -136,7 +136,7 @@ class Goodput(Policy):
             self._tree_nodes[under_way] = _NODES if is_cheap else 0
         return self._tree_nodes[under_way]
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         is_hopeless = under_way >= self._hopeless.get(frozenset(sampled), under_way + 1)
         opened = sum(count >= _OPENING for count in self._learnt.values())
         return _SAMPLE if is_hopeless and not (self._are_few(under_way) and opened < under_way) else 1
