@@ -228,7 +228,7 @@ def denoised(count: int, sampling: SamplingParams, **changes: Any) -> tuple[int,
     torch.manual_seed(0)
     logits = torch.randn(count * ROWS, LARGE, dtype=torch.bfloat16)
     with Peak() as peak:
-        procedure.absorb(works, logits)
+        procedure.verify(works, logits)
     return peak.bytes, requests
 
 

@@ -161,8 +161,8 @@ def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Te
 class DrawingAgain(Speculative):
     """A bias: where a copy is refused the token is drawn once more, from the whole distribution."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         for work in works:
             request, verdict = work.request, work.verdict
             if work.spec.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:

@@ -26,7 +26,7 @@ class Noting(Speculative):
         super().__init__(DecodingConfig())
         self.seen: list[list[int]] = []
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         self.seen.append([work.request.request_id for work in works])
         return Reading()
 

@@ -194,7 +194,7 @@ class Work(Generic[R]):
     """True if the target's logits, or what the rules made of them, are not finite although the pass held only certain tokens."""
     is_cut: bool = False
     """True if the verdict keeps fewer tokens than were accepted, because the next row is not finite
-    (:meth:`Speculative.absorb`)."""
+    (:meth:`Speculative.verify`)."""
     scores: list[Score] = field(default_factory=list)
     """Scores of the verdict's tokens, if requested."""
 

@@ -107,7 +107,7 @@ def choose(step: Step) -> list[Reading]:
     readings: list[Reading] = []
     with step.timings.count("verify"):
         for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
-            reading = procedure.absorb([step.works[index] for index in members], step.logits)
+            reading = procedure.verify([step.works[index] for index in members], step.logits)
             if reading is not None:
                 readings.append(reading)
     return readings

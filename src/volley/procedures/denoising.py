@@ -192,7 +192,7 @@ class Denoising(Procedure):
         return int(is_last and self._awaits_first(request))
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
-    def absorb(self, works: Works, logits: Tensor) -> None:
+    def verify(self, works: Works, logits: Tensor) -> None:
         self.denoise([(work.request, logits[work.rows]) for work in works if work.spec.size])
         for work in works:
             request = work.request

@@ -26,7 +26,7 @@ class Procedure(ABC):
     """Base class of decoding methods. One object serves all requests that use it; the state of a request is in the request."""
 
     reads_on_device = False
-    """True if :meth:`absorb` accepts drafts that are still on the device (``decode/on_device.py``)."""
+    """True if :meth:`verify` accepts drafts that are still on the device (``decode/on_device.py``)."""
 
     def check(self, request: "Request") -> None:
         """Raise an error for a new request whose parameters are not supported."""
@@ -79,7 +79,7 @@ class Procedure(ABC):
         """Return how many of the segment's last tokens need logits."""
 
     @abstractmethod
-    def absorb(self, works: "Works", logits: Tensor) -> Reading | None:
+    def verify(self, works: "Works", logits: Tensor) -> Reading | None:
         """Fill in the verdict of every work from its rows of ``logits [R, V]``: tokens to emit and K/V to keep.
 
         If the host has to read values of the device for that, return them; reading them completes the verdicts.

@@ -156,7 +156,7 @@ class SelfSpeculative(Denoising):
         own = 0 if work.phase is Phase.DENOISE else self.verifier.num_rows(work)
         return own + work.num_fused
 
-    def absorb(self, works: Works, logits: Tensor) -> None:
+    def verify(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.phase is not Phase.DENOISE]
         self._at_once = sum(work.phase is not Phase.PREFILL for work in works) or 1
         canvases = list[tuple[Request, Tensor]]()
@@ -168,7 +168,7 @@ class SelfSpeculative(Denoising):
             elif work.phase is Phase.VERIFY:
                 work.request.canvas = None
                 work.request.stats.commit_passes += 1
-        self.verifier.absorb(verified, logits).read()
+        self.verifier.verify(verified, logits).read()
         self.denoise(canvases)
         for request, _ in canvases:
             request.stats.denoising_steps += 1
