@@ -18,7 +18,7 @@ from volley.decode.grammars import Grammars
 from volley.decode.work import Proposal, Verdict
 from volley.engine.capacity import fit_engine
 from volley.engine.core import EngineCore
-from volley.engine.holdings import report_memory
+from volley.engine.memory import report_memory
 from volley.engine.overlap import Overlap
 from volley.engine.requests import check_tokens, make_request
 from volley.engine.states import Snapshot

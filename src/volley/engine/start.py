@@ -5,7 +5,7 @@ import time
 from volley.cores import shared_cores
 from volley.decode.lookup import MOST_FOUND
 from volley.engine.engine import Engine
-from volley.engine.holdings import static_passes_of
+from volley.engine.memory import static_passes_of
 from volley.memory.graphs import MOST_ROWS, MOST_SEGMENTS
 from volley.policies.cost import MOST_TIMED
 

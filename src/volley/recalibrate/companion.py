@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from volley.engine.engine import Engine
-from volley.engine.holdings import memory_of
+from volley.engine.memory import memory_of
 from volley.engine.reload import replace_drafter
 from volley.engine.start import warm_up
 from volley.errors import ConfigError

@@ -12,7 +12,7 @@ from volley.chat import Prompt
 from volley.decode.rules import AtLeast
 from volley.decode.thinking import Spelt, ThinkingBudget
 from volley.engine.engine import Engine
-from volley.engine.holdings import memory_of
+from volley.engine.memory import memory_of
 from volley.engine.start import warm_up
 from volley.errors import ConfigError, VolleyError, did_you_mean
 from volley.models.drafters.draft_model import load_drafter
