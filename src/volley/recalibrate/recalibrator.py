@@ -349,7 +349,7 @@ class Recalibrator:
 
 def attach(service: Service, engine: Engine, config: RecalibrateConfig, target: str | None) -> None:
     """Attach recalibration to ``service``. ``target`` is the path of the engine's target, by default the bundled one."""
-    service.companions.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
+    service.background_tasks.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
 
 
 def _check(service: Service, engine: Engine, target: str) -> None:
