@@ -31,12 +31,12 @@ from volley.models.drafters.heads import (
     SequentialHead,
 )
 from volley.models.layers.accelerate import accelerate, release_weight, share
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
 from volley.models.layers.joined import JoinedWeights
 from volley.models.layers.products import recoded_head
 from volley.models.layers.residency import MappedFiles
-from volley.models.layers.unfilled import unfilled
 from volley.models.targets.loading import drafter_path
 from volley.native import Product, Weights
 from volley.native.decoder import LayerShape, LayerWeights
@@ -390,7 +390,7 @@ class Drafter(nn.Module):
     @classmethod
     def from_checkpoint(cls, path: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
         """Make a drafter from the checkpoint that was read from folder ``path``."""
-        with unfilled():
+        with empty_weights():
             drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors, assign=True)

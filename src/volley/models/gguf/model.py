@@ -25,10 +25,10 @@ from volley.models.gguf.target import (
     weight_names,
 )
 from volley.models.gguf.tokens import stop_tokens
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import stride
 from volley.models.layers.products import StoredCodes
 from volley.models.layers.residency import MappedFiles
-from volley.models.layers.unfilled import unfilled
 from volley.native import blocks, grids
 from volley.native.codes import quantise_finely
 from volley.native.packing import Codes, StoredBlocks, stacked
@@ -250,7 +250,7 @@ def open_model(
     file = GGUFFile(path)
     config = read_config(file)
     _check_memory(file, dtype, weights)
-    with unfilled():
+    with empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     scale_frequencies(file, model)
