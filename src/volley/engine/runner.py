@@ -16,7 +16,7 @@ from volley.memory.graphs import MOST_ROWS, StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload_indices
 from volley.models.drafters.draft_model import DraftModel
-from volley.models.layers.residency import trimmed
+from volley.models.layers.host_memory import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target

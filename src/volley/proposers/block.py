@@ -25,7 +25,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
-from volley.models.layers.residency import trimmed
+from volley.models.layers.host_memory import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer
 from volley.proposers.choose import choose_drafts, note_confidence, places_of, rate_chains, sizes_of

@@ -18,7 +18,7 @@ from tests.tiny import make_pair, random_drafter
 from volley.errors import CheckpointError
 from volley.models.drafters.drafter import Drafter
 from volley.models.layers.empty_weights import empty_weights
-from volley.models.layers.residency import MappedFiles
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.targets import diffusion, loading
 from volley.models.targets.loading import (
     announce_download,

@@ -34,9 +34,9 @@ from volley.models.layers.accelerate import accelerate, release_weight, share
 from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.joined import JoinedWeights
 from volley.models.layers.products import recoded_head
-from volley.models.layers.residency import MappedFiles
 from volley.models.targets.loading import drafter_path
 from volley.native import Product, Weights
 from volley.native.decoder import LayerShape, LayerWeights

@@ -27,8 +27,8 @@ from volley.models.gguf.target import (
 from volley.models.gguf.tokens import stop_tokens
 from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import stride
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.products import StoredCodes
-from volley.models.layers.residency import MappedFiles
 from volley.native import blocks, grids
 from volley.native.codes import quantise_finely
 from volley.native.packing import Codes, StoredBlocks, stacked

@@ -23,6 +23,7 @@ from volley.models.layers.embeddings import EmbeddingLookup, scale_of
 from volley.models.layers.experts import CodedExperts, group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
+from volley.models.layers.host_memory import MappedFiles, StackedRows, trim
 from volley.models.layers.joined import join_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
@@ -34,7 +35,6 @@ from volley.models.layers.products import (
     is_linear,
     make_product,
 )
-from volley.models.layers.residency import MappedFiles, StackedRows, trim
 from volley.models.layers.routed import WEIGHTS, GatedExperts
 from volley.native import Weights
 from volley.native.decoder import ChosenExperts

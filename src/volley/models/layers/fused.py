@@ -28,9 +28,9 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
+from volley.models.layers.host_memory import MappedFiles, StackedRows
 from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
 from volley.models.layers.products import codes_of, inputs_of, is_linear
-from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.models.layers.routed import RoutedMLP, made_up_experts
 from volley.native import GELU, SILU, Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, Experts, LayerShape, LayerWeights, P, Routing, attends

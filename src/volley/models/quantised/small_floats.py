@@ -17,8 +17,8 @@ from volley import native
 from volley.files import weight_files
 from volley.models.layers.accelerate import release_weight
 from volley.models.layers.experts import CodedExperts
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.products import RoundedInputs
-from volley.models.layers.residency import MappedFiles
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.scheme import Quantisation
 from volley.native import GROUP, Codes, Weights
