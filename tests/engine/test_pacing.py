@@ -78,15 +78,15 @@ def test_no_trees_are_offered_where_nothing_can_grow_them(can_grow: bool, most: 
 def test_a_text_is_searched_for_a_policy_that_copies() -> None:
     policy = Spy(uses_lookup=True)
     (work,) = pacing(policy).decide([decoding([1, 2, 3, 4, 1, 2, 3])], 1)
-    assert work.found[:4] == [4, 1, 2, 3]
-    assert policy.views[0].found[:2] == [3 / 4, 4 / 5]
+    assert work.lookup_tokens[:4] == [4, 1, 2, 3]
+    assert policy.views[0].lookup_confidence[:2] == [3 / 4, 4 / 5]
 
 
 def test_a_text_is_not_searched_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lookup, "find", lambda *_: pytest.fail("nobody asked"))
     policy = Spy()
     (work,) = pacing(policy).decide([decoding([1, 2, 3, 4, 1, 2, 3])], 1)
-    assert (work.found, policy.views[0].found) == ([], [])
+    assert (work.lookup_tokens, policy.views[0].lookup_confidence) == ([], [])
 
 
 @pytest.mark.parametrize("uses_costs", [False, True])

@@ -38,8 +38,8 @@ class Whims(Policy):
         return [self.spec(view) for view in views]
 
     def spec(self, view: View) -> DraftSpec:
-        if view.found and self.chance.random() < 0.4:
-            return view.copy(self.chance.randint(1, 20))
+        if view.lookup_confidence and self.chance.random() < 0.4:
+            return view.lookup(self.chance.randint(1, 20))
         return view.draft(self.chance.randrange(BLOCK), self.chance.choice([0, 0, 3, 9]))
 
 

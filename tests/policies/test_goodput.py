@@ -180,10 +180,10 @@ def copies(policy: Goodput, cycles: int, agreed: int, right: float, *, drafts: f
             chance = drafts if own.spec.shape is Shape.CHAIN else right
             conclude(own, size, int(np.cumprod(random.random(size) < chance).sum()))
         true = int(np.cumprod(random.random(15) < right).sum())
-        cycle[0].found, cycle[0].found_right = sure, [True] * true + [False] * (true < 15)
+        cycle[0].lookup_confidence, cycle[0].lookup_right = sure, [True] * true + [False] * (true < 15)
         policy.observe(cycle)
         assert specs[1].shape is Shape.CHAIN
-        counts.append(specs[0].size if specs[0].shape is Shape.COPY else 0)
+        counts.append(specs[0].size if specs[0].shape is Shape.LOOKUP else 0)
     return counts
 
 

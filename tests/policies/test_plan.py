@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.arrivals import LATER
 from volley.policies.cost import Costs, FloatArray
@@ -195,18 +195,18 @@ def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:
     counts = [2, 0, 0, 0]
     assert fitting(costs, 2, 15) == 15
     assert (
-        Planner(costs, counts, {}, [1.0] * KINDS, 0).room(
+        Planner(costs, counts, {}, [1.0] * KINDS, 0).lookup_budget(
             Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
         )
-        == 2 * MOST_FOUND
+        == 2 * MOST_LOOKUP_TOKENS
     )
     come(costs, 0.05)
     most = 0.012 + LATER * 0.05
     assert fitting(costs, 2, 15) == int((most - 0.001 - 0.012) / 0.002)
     planner = Planner(costs, counts, {}, [1.0] * KINDS, 0)
     plain = planner.whole(0)
-    assert planner.room(plain) == int((most - 0.012) / 0.001)
-    assert planner.room(plain._replace(waiting=most + 1)) == 0
+    assert planner.lookup_budget(plain) == int((most - 0.012) / 0.001)
+    assert planner.lookup_budget(plain._replace(waiting=most + 1)) == 0
 
 
 def test_where_drafts_are_dropped_for_prompts_only_the_longer_of_draft_and_pass_is_waited_for() -> None:

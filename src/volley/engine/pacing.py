@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.decode.work import NO_DRAFT, Phase, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
@@ -29,14 +29,14 @@ class Pacing:
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup and request.length != request.plain_at:
-                    found[-1] = request.find(min(MOST_FOUND, request.remaining - 1))
-                    view.found = found[-1][1]
+                    found[-1] = request.find(min(MOST_LOOKUP_TOKENS, request.remaining - 1))
+                    view.lookup_confidence = found[-1][1]
         asked = [view for view in views if view is not None]
         specs = iter(self.policy.decide(asked, under_way) if asked else [])
         works = []
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(specs))
-            work.found, work.found_confidence = tokens, sure
+            work.lookup_tokens, work.lookup_confidence = tokens, sure
             work.may_stay_on_device = request.procedure.reads_on_device and not self.policy.cuts(work.spec)
             works.append(work)
         return works

@@ -3,7 +3,7 @@
 import time
 
 from volley.cores import shared_cores
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.engine.engine import Engine
 from volley.engine.memory import static_passes_of
 from volley.memory.graphs import MOST_ROWS, MOST_SEGMENTS
@@ -28,7 +28,7 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     if policy.uses_costs:  # the policy also compares passes of many requests
         requests, drafted = MOST_SEGMENTS, max(drafted, MOST_TIMED)
     reach = min(REACH, engine.target.context_length, engine.core.pool.num_pages * engine.core.pool.page_size)
-    rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
+    rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_LOOKUP_TOKENS if policy.uses_lookup else 1)
     if engine.core.runner.passes is not None:
         engine.core.runner.passes.warm_up(requests, rows, reach, causal=True)
         most = min(requests, MOST_BESIDE)

@@ -92,8 +92,8 @@ def propose(step: Step, drafter: Proposer | None) -> None:
             is_read = work.phase is Phase.PREFILL and work.request.computed + work.num_known == work.request.length
             if is_read and drafter is not None:
                 drafter.see(work.request.token_ids)
-            if work.spec.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
-                work.proposal = Proposal(work.found[: work.spec.size])
+            if work.spec.shape is Shape.LOOKUP:  # found before the policy decided, because it weighs what was found
+                work.proposal = Proposal(work.lookup_tokens[: work.spec.size])
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"
             step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)

@@ -8,7 +8,7 @@ KINDS = 4
 
 # Initial weights by kind: fitted to the bundled pair, and outweighed after some 50 blocks.
 OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.0, 0.6, -0.5, 0.5), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
-OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup in greedy and in sampled texts
+OF_LOOKUP = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup in greedy and in sampled texts
 
 _RATE = 0.1  # Adagrad's learning rate; twice as much is noisier on stationary text
 _KEPT = 0.99  # decay of the squares per block; a sum over all blocks would adapt too slowly to new texts

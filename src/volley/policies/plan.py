@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.cost import Costs, FloatArray
 
@@ -141,24 +141,27 @@ class Planner:
         """Return the seconds to draft ``slots`` for ``requests``."""
         return self._costs.draft.expected(slots + requests, requests) * (requests > 0) if slots.any() else 0.0 * slots
 
-    def room(self, plan: Plan) -> int:
+    def lookup_budget(self, plan: Plan) -> int:
         """Return how many tokens a cycle may verify beyond those of a plan."""
         if self.most_seconds == np.inf:
-            return self._total * MOST_FOUND
+            return self._total * MOST_LOOKUP_TOKENS
         left = max(0.0, self.most_seconds - plan.waiting)
-        more = np.arange(1 + self._total * MOST_FOUND) + self._total + self._counts @ plan.verified
+        more = np.arange(1 + self._total * MOST_LOOKUP_TOKENS) + self._total + self._counts @ plan.verified
         passes = self._costs.target.expected(more, self._total)
         return int(np.searchsorted(passes, passes[0] + left, side="right")) - 1
 
-    def copying(self, plan: Plan) -> tuple[float, list[float]]:
+    def lookup_costs(self, plan: Plan) -> tuple[float, list[float]]:
         """Return the cost of verifying one prompt-lookup token, and by kind the gain above which prompt lookup replaces a
         draft.
 
         Both values are in log-tokens, so gains in tokens and losses in time can be subtracted.
         """
-        slots, tokens = np.array(plan.slots), self._total + self._counts @ plan.verified + np.array((0.0, MOST_FOUND))
+        slots, tokens = (
+            np.array(plan.slots),
+            self._total + self._counts @ plan.verified + np.array((0.0, MOST_LOOKUP_TOKENS)),
+        )
         self._costs.target.time(tokens[1])
-        each = float(np.diff(self._costs.target.expected(tokens, self._total))[0]) / MOST_FOUND
+        each = float(np.diff(self._costs.target.expected(tokens, self._total))[0]) / MOST_LOOKUP_TOKENS
         drafted, drafting = self._counts @ slots, self._counts @ (slots > 0)
         saved = self._drafting(drafted, drafting) - self._drafting(drafted - slots, drafting - (slots > 0))
         lost = self._total / plan.seconds

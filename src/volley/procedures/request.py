@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.canvas import Canvas
-from volley.decode.lookup import CERTAIN, Lookup, found_confidence
+from volley.decode.lookup import CERTAIN, Lookup, match_confidence
 from volley.decode.on_device import Reading
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise, Score
@@ -185,13 +185,13 @@ class Request:
         The tokens that a grammar forces come first, then what followed these tokens in the text (prompt lookup).
         """
         if not self.rules:
-            copied, agreed = self.lookup.find(self.token_ids, most)
-            return copied, found_confidence(agreed, len(copied))
+            found, agreed = self.lookup.find(self.token_ids, most)
+            return found, match_confidence(agreed, len(found))
         forced = forced_tokens(self.rules, [], most)
-        copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
+        found, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
         for rule in constraints(self.rules):
-            copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
-        return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
+            found = found[: max(0, rule.num_allowed(forced + found) - len(forced))]
+        return forced + found, [CERTAIN] * len(forced) + match_confidence(agreed, len(found))
 
     @property
     def is_torn(self) -> bool:
