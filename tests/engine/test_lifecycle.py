@@ -283,7 +283,7 @@ def test_an_admission_that_fails_gives_its_pages_back(
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60, draft_window=window)
     list(engine.generate(PROMPTS[0], PARAMS[0]))  # its pages are found
     waiting = engine.generate([PROMPTS[0] + [7, 8, 9]], PARAMS[0])
-    inner = engine.core.sequences.pages.room
+    inner = engine.core.sequences.pages.capacity
 
     def fail(request: Request) -> int:
         if errors:
@@ -291,7 +291,7 @@ def test_an_admission_that_fails_gives_its_pages_back(
         return inner(request)
 
     errors = [ValueError("planted")]
-    monkeypatch.setattr(engine.core.sequences.pages, "room", fail)
+    monkeypatch.setattr(engine.core.sequences.pages, "capacity", fail)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
     engine.core.scheduler.add(engine._make_request(PROMPTS[0], PARAMS[0]))
     with pytest.raises(ValueError, match="planted"):

@@ -291,10 +291,10 @@ class Forgetful(SequenceState):
 
     def __init__(self) -> None:
         self.released = 0
-        self.has_room = True
+        self.fits = True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        return self.has_room
+        return self.fits
 
     def match_prefix(self, request: Request, most: int) -> int:
         return min(most, SIZE)
@@ -335,7 +335,7 @@ def test_a_prefix_is_as_long_as_every_state_knows_it() -> None:
 def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
     state = Forgetful()
     own = sequences(state)
-    state.has_room = False
+    state.fits = False
     waiting = request([1, 2, 3])
     assert not own.admit(waiting, 3)
     assert (waiting.computed, waiting.table.pages, own.pages.pool.num_used, state.released) == (0, [], 0, 1)

@@ -147,15 +147,15 @@ class Scheduler:
         behind it.
         """
         self.step += 1
-        most = room = self.capacity.max_batch_tokens
+        most = budget = self.capacity.max_batch_tokens
         waiting = set[Request]()
         canvases = [work for work in works if work.phase in (Phase.DENOISE, Phase.COMMIT, Phase.VERIFY)]
         for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
-            has_room = work.num_tokens <= room or room == most
-            if work.phase is Phase.VERIFY and not has_room:
-                work.spec, work.num_fused, has_room = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
-            if has_room:
-                room -= work.num_tokens
+            fits = work.num_tokens <= budget or budget == most
+            if work.phase is Phase.VERIFY and not fits:
+                work.spec, work.num_fused, fits = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
+            if fits:
+                budget -= work.num_tokens
                 work.request.denoised_at = self.step
             else:
                 waiting.add(work.request)
@@ -196,9 +196,9 @@ class Scheduler:
         for work in works:
             if work.spec.shape is not Shape.CHAIN:
                 request = work.request
-                work.spec = work.spec.cut(self.sequences.pages.room(request) - request.length)
+                work.spec = work.spec.cut(self.sequences.pages.capacity(request) - request.length)
                 grown = self.sequences.reserve(request, request.length + work.spec.size)
-                assert grown, "there was room"
+                assert grown, "the spec was cut to the free pages"
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits ahead of all others of its priority."""

@@ -101,7 +101,7 @@ class TargetPages(SequenceState):
     def reserve(self, request: Request, num_tokens: int) -> bool:
         return self.pool.grow(request.table, num_tokens, request.max_length)
 
-    def room(self, request: Request) -> int:
+    def capacity(self, request: Request) -> int:
         """Return the tokens that the request could have if it took all free pages."""
         return request.table.capacity + self.pool.num_available * self.pool.page_size
 
@@ -443,7 +443,7 @@ class Sequences:
             request.computed = state.match_prefix(request, request.computed)
         for state in self.states:
             state.truncate(request, request.computed)
-        if self.pages.room(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
+        if self.pages.capacity(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
             self.release(request)
             return False
         if request.num_output == 0 and not request.stats.preemptions:  # after a preemption it finds its own pages

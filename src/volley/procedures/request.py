@@ -106,7 +106,7 @@ class Request:
     draft_table: BlockTable
     """Drafter's pages: the same table, or a separate ring under a draft window."""
     procedure: Procedure
-    room: int
+    pool_slots: int
     """Number of slots in the pool, which is also the most that this request can use."""
     rules: tuple[TokenRule, ...] = ()
     """Logits processors: penalties, biases, a grammar, rules of the caller."""
@@ -203,14 +203,14 @@ class Request:
 
         :meth:`write` makes their text. It is called here only if a stop string may end the request.
         """
-        room, rules, writer = self.remaining, self.rules, self.writer
+        remaining, rules, writer = self.remaining, self.rules, self.writer
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in rules:
                 rule.take(token)
             if token in self.stop_token_ids or (rules and any(rule.is_complete for rule in rules)):
                 self.finish_reason = "stop"
-            elif taken == room:
+            elif taken == remaining:
                 self.finish_reason = "length"
             writer.waiting.append((token, taken <= num_from_draft))
             if writer.stops is not None:

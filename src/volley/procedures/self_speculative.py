@@ -90,7 +90,7 @@ class SelfSpeculative(Denoising):
         if self._should_fuse(request, confidence, beside + 1):
             request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
         num_fused = 0 if request.canvas is None else len(request.canvas)
-        if request.computed + 1 + beside + num_fused > request.room:
+        if request.computed + 1 + beside + num_fused > request.pool_slots:
             request.canvas, num_fused = None, 0
         spec = DraftSpec(Shape.CHAIN, rule, beside + num_fused)
         work = SelfCheck(
