@@ -36,9 +36,11 @@ def warm_up(engine: Engine) -> tuple[int, float]:
         family = engine.target.diffusion
         if family is not None and (length := family.settings.canvas_length) is not None:
             # A pass that commits a canvas also holds the next canvas.
-            is_told = engine.target.takes_feedback
+            has_feedback = engine.target.takes_feedback
             least = -(-length // 2)  # a bucket for four requests has fewer rows for each of three
-            engine.core.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
+            engine.core.runner.passes.warm_up(
+                requests, 2 * length, reach, causal=False, least=least, has_feedback=has_feedback
+            )
     if engine.core.proposer is not None and engine.core.proposer.passes is not None and policy.block_size > 1:
         engine.core.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     seconds = time.perf_counter() - started

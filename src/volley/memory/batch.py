@@ -105,7 +105,7 @@ class RaggedBatch:
         if positions is None:
             positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
         self.positions = positions
-        self.told: tuple[Tensor, Tensor] | None = None
+        self.static_feedback: tuple[Tensor, Tensor] | None = None
         """Self-conditioning input in static buffers, instead of the segments' ``feedback``: which tokens have it ``[T]``
         (boolean), and its values ``[T, H]``."""
         self.plans: dict[object, object] = {}

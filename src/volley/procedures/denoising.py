@@ -173,10 +173,10 @@ class Denoising(Procedure):
         if canvas:
             assert request.canvas is not None
             tokens, groups = tokens + request.canvas.tokens.tolist(), (*groups, canvas)
-            feedback = self.told(request.canvas)
+            feedback = self.feedback(request.canvas)
         return tokens, Segment(request.table, request.computed, size + canvas, groups=groups, feedback=feedback)
 
-    def told(self, canvas: Canvas) -> Tensor | None:
+    def feedback(self, canvas: Canvas) -> Tensor | None:
         """Return the self-conditioning input ``[L, H]``, zeros in the first pass; ``None`` for a model without it."""
         if not self.target.takes_feedback:
             return None
@@ -234,16 +234,20 @@ class Denoising(Procedure):
             for (request, seen, look), decided in zip(members, each, strict=True):
                 if request.params.logprobs and bool(decided.any()):
                     _note_scores(look.canvas, decided, seen, request.params)
-        self._tell([look.canvas for members in looks.values() for _, _, look in members])
+        self._predict_feedback([look.canvas for members in looks.values() for _, _, look in members])
 
-    def _tell(self, canvases: Sequence[Canvas]) -> None:
+    def _predict_feedback(self, canvases: Sequence[Canvas]) -> None:
         """Turn predicted logits into the self-conditioning input of the next pass."""
         predicted = [(canvas, canvas.predicted) for canvas in canvases if canvas.predicted is not None]
         if not predicted:
             return
         logits = [own for _, own in predicted]
-        told = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
-        parts = [None] * len(predicted) if told is None else torch.split(told, [len(canvas) for canvas, _ in predicted])
+        feedback = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
+        parts = (
+            [None] * len(predicted)
+            if feedback is None
+            else torch.split(feedback, [len(canvas) for canvas, _ in predicted])
+        )
         for (canvas, _), part in zip(predicted, parts, strict=True):
             canvas.feedback, canvas.predicted = part, None
 

@@ -149,7 +149,7 @@ class SelfSpeculative(Denoising):
             return tokens, segment
         canvas = work.request.canvas
         assert canvas is not None
-        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.told(canvas))
+        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.feedback(canvas))
         return tokens + canvas.tokens.tolist(), whole
 
     def num_rows(self, work: Work[Request]) -> int:
