@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.memory.batch import RaggedBatch, Segment, late_order, made_up_tokens
+from volley.memory.batch import RaggedBatch, Segment, made_up_tokens, token_order
 from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
@@ -160,7 +160,7 @@ class StaticPasses:
         segments: Sequence[Segment],
         token_ids: Sequence[int],
         rows: Sequence[int],
-        late: Mapping[int, Tensor] | None = None,
+        on_device: Mapping[int, Tensor] | None = None,
         moved: Tensor | None = None,
         *,
         may_capture: bool = True,
@@ -186,13 +186,13 @@ class StaticPasses:
             static = self._inputs[bucket] = _Input.of(self._buffer, bucket, self.tilings)
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
-        host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)
+        host, parts = self._described(bucket, static, token_ids, rows, on_device or {}, margin)
         with_parts = bucket._replace(parts=parts)
         if len(host) > len(self._buffer) or not (with_parts in self._replays or may_capture):
             return None
         refill(self._buffer, host)
-        if late:
-            each = list(late.values())
+        if on_device:
+            each = list(on_device.values())
             runs = each[0] if len(each) == 1 else torch.cat(each)
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
         if moved is not None:
@@ -300,7 +300,7 @@ class StaticPasses:
         static: _Input,
         token_ids: Sequence[int],
         rows: Sequence[int],
-        late: Mapping[int, Tensor],
+        on_device: Mapping[int, Tensor],
         margin: int,
     ) -> tuple[Tensor, int]:
         """Fill a host buffer for the batch. Return it, and the number of parts that hold its keys and ``margin`` more."""
@@ -309,7 +309,7 @@ class StaticPasses:
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
         host = _Input.of(buffer, bucket, self.tilings)
         _put(host.sources, token_ids)
-        _put(host.order, late_order(bucket.rows, late))
+        _put(host.order, token_order(bucket.rows, on_device))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
         _put(host.origins, origin_array(segments, symmetric=any(tiling.symmetric for tiling in self.tilings)))
         _put(host.feedback_flags, np.concatenate([_feedback_flags(segment) for segment in segments]))

@@ -175,7 +175,7 @@ class Goodput(Policy):
         present = frozenset((kind, self._knows(kind)) for kind in kinds)
         review = self._reviews.get(present)
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
-            review = self._reviews[present] = self._look(kinds)
+            review = self._reviews[present] = self._make_review(kinds)
         review.left -= 1
         self._review = review
         if opens and review.opening:
@@ -191,7 +191,7 @@ class Goodput(Policy):
         """Return True if a kind has had enough blocks."""
         return len(self._blocks[kind]) >= _ENOUGH
 
-    def _look(self, kinds: list[int]) -> _Review:
+    def _make_review(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are probed now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
@@ -223,10 +223,8 @@ class Goodput(Policy):
                     every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
                     review.others.append((plan, every))
         if self.uses_lookup:
-            review.lookup_costs, review.lookup_budget = (
-                planner.lookup_costs(review.plan),
-                planner.lookup_budget(review.plan),
-            )
+            review.lookup_costs = planner.lookup_costs(review.plan)
+            review.lookup_budget = planner.lookup_budget(review.plan)
         return review
 
     def _opening(self, planner: Planner, plain: Plan) -> Plan | None:

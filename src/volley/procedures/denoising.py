@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, Reveal, grouped
+from volley.decode.canvas import Canvas, CanvasOutput, CoupledNoise, Denoiser, Reveal, grouped
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import PositionNoise, Score, best_tokens, scores_of, without
@@ -221,20 +221,20 @@ class Denoising(Procedure):
                 self._denoise_together([request for request, _ in whole], [rows.float() for _, rows in whole])
 
     def _denoise_together(self, requests: list[Request], rows: list[Tensor]) -> None:
-        looks: dict[Denoiser, list[tuple[Request, Tensor, Look]]] = {}
+        outputs: dict[Denoiser, list[tuple[Request, Tensor, CanvasOutput]]] = {}
         for request, raw in zip(requests, rows, strict=True):
             canvas = request.canvas
             assert canvas is not None
             seen = raw.roll(1, dims=0) if self.family.is_shifted else raw  # slot 0 is always given
             own = apply_rules(request.rules, seen, [()] * len(seen)) if request.rules else seen
-            look = Look(canvas, own, request.params, self.settings(request), self.noise(request))
-            looks.setdefault(self.denoiser(request), []).append((request, seen, look))
-        for denoiser, members in looks.items():
-            each = denoiser.step_together([look for _, _, look in members])
-            for (request, seen, look), decided in zip(members, each, strict=True):
+            output = CanvasOutput(canvas, own, request.params, self.settings(request), self.noise(request))
+            outputs.setdefault(self.denoiser(request), []).append((request, seen, output))
+        for denoiser, members in outputs.items():
+            each = denoiser.step_together([output for _, _, output in members])
+            for (request, seen, output), decided in zip(members, each, strict=True):
                 if request.params.logprobs and bool(decided.any()):
-                    _note_scores(look.canvas, decided, seen, request.params)
-        self._predict_feedback([look.canvas for members in looks.values() for _, _, look in members])
+                    _note_scores(output.canvas, decided, seen, request.params)
+        self._predict_feedback([output.canvas for members in outputs.values() for _, _, output in members])
 
     def _predict_feedback(self, canvases: Sequence[Canvas]) -> None:
         """Turn predicted logits into the self-conditioning input of the next pass."""
