@@ -35,7 +35,7 @@ def idle_and_busy(
             drafter = move(random_drafter(vocab_size=260, num_target_layers=2, target_layer_ids=(0, 1)))
         engine = Engine(target, drafter, policy=policy, num_pages=64)
         if not overlaps:
-            engine.overlap, engine.core.ahead.is_used = Overlap(torch.device("cpu")), False
+            engine.overlap, engine.core.async_launch.is_used = Overlap(torch.device("cpu")), False
         for prompt in ([40, 50, 60], [77, 78], [100, 101, 9]):
             engine.add_request(prompt, params)
         engine.step()

@@ -3,7 +3,7 @@
 from typing import cast
 
 from volley.config import DecodingConfig
-from volley.engine.ahead import Ahead
+from volley.engine.async_launch import AsyncLaunch
 from volley.engine.capacity import Capacity
 from volley.engine.exactness import check_exact
 from volley.engine.pacing import Pacing
@@ -68,7 +68,7 @@ class EngineCore:
         except BaseException:
             self.runner.close()
             raise
-        self.ahead = Ahead(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
+        self.async_launch = AsyncLaunch(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
 
     def _num_slots(self, num_pages: int) -> int:
         """Return the number of K/V slots in ``num_pages`` pages, plus one scratch page if CUDA graphs are used."""

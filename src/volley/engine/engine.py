@@ -135,11 +135,13 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one cycle of every scheduled request. Return the requests that ended."""
         self._timings, core = Timings(), self.core  # no seconds, if this step gives way to a prompt
-        step = core.scheduler.schedule(core.pacing, core.ahead.serves)  # who takes part, and with how many draft tokens
+        step = core.scheduler.schedule(
+            core.pacing, core.async_launch.serves
+        )  # who takes part, and with how many draft tokens
         if not step.works:
             return []
         core.sequences.prepare(step)  # make the deferred draft K/V, if anything drafts
-        if not (is_launched := core.ahead.serve(step)):  # drafts and target pass were launched by the last step
+        if not (is_launched := core.async_launch.serve(step)):  # drafts and target pass were launched by the last step
             if core.pacing.gives_way(step):  # a prompt arrived, and is read first
                 return []
             propose(step, core.proposer)  # drafts, from the drafter or from prompt lookup
@@ -150,7 +152,7 @@ class Engine:
             core.runner.forward(step)  # one target pass: logits
         self.overlap.run()  # detokenize the step before, while a GPU works
         readings = choose(step)  # the target's tokens, on the device
-        core.ahead.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
+        core.async_launch.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
         accept(step, readings)  # verdicts: accepted tokens, and K/V to keep
         core.sequences.keep(step)  # every state advanced, rolled back and published
         core.pacing.observe(step)  # what the policy learns
@@ -297,7 +299,7 @@ class Engine:
         """Return the target's logits ``[V]`` (fp32) for the token after ``token_ids``, computed in a separate pass."""
         asked = self.procedures.plain.ask_next(token_ids)
         table, size = BlockTable(self.core.pool.page_size), len(asked)
-        self.core.ahead.forget()  # the launched pages may be free now, and taken here
+        self.core.async_launch.forget()  # the launched pages may be free now, and taken here
         self.core.pool.check_fits(size)
         if not self.core.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")

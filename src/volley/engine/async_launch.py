@@ -43,7 +43,7 @@ from volley.proposers.base import Proposer
 _PATIENCE = 8  # equal steps in a row after which an adaptive policy is expected to repeat its decision
 
 
-class _Foreseen(NamedTuple):
+class _LaunchedRequest(NamedTuple):
     """Position of one request in the launched passes."""
 
     number: int
@@ -56,7 +56,7 @@ class _Foreseen(NamedTuple):
 
 @dataclass(frozen=True)
 class _Launched:
-    places: dict[Request, _Foreseen]
+    requests: dict[Request, _LaunchedRequest]
     size: int
     """Number of tokens in each draft."""
     drafts: list[Proposal]
@@ -66,7 +66,7 @@ class _Launched:
     """Number of the launched pass, counted by the runner."""
 
 
-class Ahead:
+class AsyncLaunch:
     def __init__(
         self,
         scheduler: Scheduler,
@@ -121,9 +121,11 @@ class Ahead:
         if outputs is None or self._runner.passes is None:
             return
         each = enumerate(zip(going_on, starts, strict=True))
-        places = {own.request: _Foreseen(i, own, start, list(own.request.table.pages)) for i, (own, start) in each}
+        requests = {
+            own.request: _LaunchedRequest(i, own, start, list(own.request.table.pages)) for i, (own, start) in each
+        }
         drafts = [own.proposal for own in guesses]
-        self._launched = _Launched(places, size, drafts, outputs, self._runner.passes.num_runs)
+        self._launched = _Launched(requests, size, drafts, outputs, self._runner.passes.num_runs)
 
     def _launch_chains(
         self, step: Step, going_on: Works, guesses: Works, tokens: Tensor, segments: list[Segment]
@@ -186,7 +188,7 @@ class Ahead:
         if not works or launched is None or passes is None or launched.run != passes.num_runs:
             return False
         is_as_long = self._pacing.policy.is_steady or max(work.spec.size for work in works) == launched.size
-        return is_as_long and all(_is_foreseen(work, launched) for work in works)
+        return is_as_long and all(_is_launched(work, launched) for work in works)
 
     def serve(self, step: Step) -> bool:
         """Give ``step`` the passes that were launched for it and return True; return False if they do not match. Unused passes
@@ -195,13 +197,13 @@ class Ahead:
         self._launched = None
         if launched is None or not is_served:
             return False
-        places = [launched.places[work.request] for work in step.works]
+        placed = [launched.requests[work.request] for work in step.works]
         tables = [work.request.table for work in step.works]
-        if any(table.pages != place.pages[: len(table.pages)] for table, place in zip(tables, places, strict=True)):
+        if any(table.pages != place.pages[: len(table.pages)] for table, place in zip(tables, placed, strict=True)):
             return False
         with step.timings.count("verify"):
             rows, segments = list[int](), list[Segment]()
-            for work, place in zip(step.works, places, strict=True):
+            for work, place in zip(step.works, placed, strict=True):
                 if size := work.spec.size:
                     work.proposal = launched.drafts[place.number].first(size)
                     step.is_on_device = True
@@ -217,9 +219,9 @@ def _is_chain(work: Work[Request]) -> bool:
     return work.phase is Phase.DECODE and work.spec.shape is Shape.CHAIN
 
 
-def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
+def _is_launched(work: Work[Request], launched: _Launched) -> bool:
     """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
-    place, spec = launched.places.get(work.request), work.spec
+    place, spec = launched.requests.get(work.request), work.spec
     if place is None or place.before.is_cut or not _is_chain(work) or spec.size > launched.size:
         return False
     is_usable = spec.rule is place.before.spec.rule and work.may_stay_on_device
