@@ -197,18 +197,18 @@ class AsyncLaunch:
         self._launched = None
         if launched is None or not is_served:
             return False
-        placed = [launched.requests[work.request] for work in step.works]
+        entries = [launched.requests[work.request] for work in step.works]
         tables = [work.request.table for work in step.works]
-        if any(table.pages != place.pages[: len(table.pages)] for table, place in zip(tables, placed, strict=True)):
+        if any(table.pages != entry.pages[: len(table.pages)] for table, entry in zip(tables, entries, strict=True)):
             return False
         with step.timings.count("verify"):
             rows, segments = list[int](), list[Segment]()
-            for work, place in zip(step.works, placed, strict=True):
+            for work, entry in zip(step.works, entries, strict=True):
                 if size := work.spec.size:
-                    work.proposal = launched.drafts[place.number].first(size)
+                    work.proposal = launched.drafts[entry.number].first(size)
                     step.is_on_device = True
                 work.rows = slice(len(rows), len(rows) + 1 + size)
-                rows += range(first := place.number * (1 + launched.size), first + 1 + size)
+                rows += range(first := entry.number * (1 + launched.size), first + 1 + size)
                 segments.append(Segment(work.request.table, work.request.computed, 1 + size))
             launched.outputs.only(rows, segments).give(step)
         step.note_noise_used()
@@ -221,19 +221,19 @@ def _is_chain(work: Work[Request]) -> bool:
 
 def _is_launched(work: Work[Request], launched: _Launched) -> bool:
     """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
-    place, spec = launched.requests.get(work.request), work.spec
-    if place is None or place.before.is_cut or not _is_chain(work) or spec.size > launched.size:
+    entry, spec = launched.requests.get(work.request), work.spec
+    if entry is None or entry.before.is_cut or not _is_chain(work) or spec.size > launched.size:
         return False
-    is_usable = spec.rule is place.before.spec.rule and work.may_stay_on_device
+    is_usable = spec.rule is entry.before.spec.rule and work.may_stay_on_device
     # The first tokens of a longer block differ from those of a shorter block. Only seeded rejection sampling depends on that.
     if spec.rule is Rule.REJECTION and work.request.params.seed is not None:
         is_usable = is_usable and spec.size == launched.size
-    return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not spec.size)
+    return work.request.computed == entry.start + entry.before.verdict.accepted and (is_usable or not spec.size)
 
 
 def _chosen(works: Works, tokens: Tensor) -> Tensor:
     """Return the token chosen for each of ``works``, all of which decode plainly."""
-    places = [work.choices for work in works if work.choices is not None]
-    if places == list(range(len(tokens))):
+    indices = [work.choices for work in works if work.choices is not None]
+    if indices == list(range(len(tokens))):
         return tokens
-    return tokens.index_select(0, upload_indices(places, tokens.device))
+    return tokens.index_select(0, upload_indices(indices, tokens.device))
