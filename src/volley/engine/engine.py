@@ -18,8 +18,8 @@ from volley.decode.grammars import Grammars
 from volley.decode.work import Proposal, Verdict
 from volley.engine.capacity import fit_engine
 from volley.engine.core import EngineCore
+from volley.engine.deferred_work import DeferredWork
 from volley.engine.memory import report_memory
-from volley.engine.overlap import Overlap
 from volley.engine.requests import check_tokens, make_request
 from volley.engine.states import Snapshot
 from volley.engine.step import Step, Timings, accept, choose, conclude, propose
@@ -74,7 +74,7 @@ class Engine:
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests. A server calls it early, from other threads."""
         self.on_verified: list[OnVerified] = []
-        self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
+        self.arrivals, self.deferred_work = Arrivals(), DeferredWork(target.device)
         self._timings, self._next_id = Timings(), 0
         self.procedure = Speculative(self.config)
         self.procedures = Procedures(target, self.procedure, self.capacity.max_batch_tokens)
@@ -150,7 +150,7 @@ class Engine:
         core.pacing.trim(step)  # how many draft tokens are worth verifying
         if not is_launched:
             core.runner.forward(step)  # one target pass: logits
-        self.overlap.run()  # detokenize the step before, while a GPU works
+        self.deferred_work.run()  # detokenize the step before, while a GPU works
         readings = choose(step)  # the target's tokens, on the device
         core.async_launch.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
         accept(step, readings)  # verdicts: accepted tokens, and K/V to keep
@@ -171,7 +171,7 @@ class Engine:
             for work in step.works:
                 try:
                     if conclude(step, work, now):
-                        self.overlap.write(work.request)
+                        self.deferred_work.write(work.request)
                         for listener in self.on_verified:
                             listener(work.request, work.proposal, work.verdict)
                     if work.request.finish_reason is not None:

@@ -12,7 +12,7 @@ import torch
 from volley.procedures.request import Request
 
 
-class Overlap:
+class DeferredWork:
     def __init__(self, device: torch.device) -> None:
         self.is_used = device.type != "cpu"
         self.listeners: list[Callable[[], None]] = []
