@@ -24,14 +24,14 @@ def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
     return torch.exp(-torch.arange(block_size - 1) / (gamma or default_gamma(block_size)))
 
 
-def _with_bias(hidden: Tensor, head: Tensor) -> Tensor:
+def with_bias(hidden: Tensor, head: Tensor) -> Tensor:
     """Append a column of ones to ``hidden`` if the last column of ``head`` is a bias (see ``FrozenTarget.head``)."""
     return hidden if head.shape[1] == hidden.shape[1] else torch.nn.functional.pad(hidden, (0, 1), value=1.0)
 
 
 def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> Tensor:
     """Return the target's distributions ``[R, V]`` for its final states ``final [R, H]``."""
-    logits = _with_bias(final, head) @ head.t()
+    logits = with_bias(final, head) @ head.t()
     if softcap is not None:
         logits = (softcap * torch.tanh(logits.float() / softcap)).to(head.dtype)
     return logits.softmax(-1)
@@ -151,7 +151,7 @@ def block_loss(
     for the same positions. If ``blocks [R]``, each row's slot in its block, are given, ``pace_weights`` multiply the weights.
     Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.soft else None
+    rows = with_bias(states, head), head, labels, weights.float(), final if objective.soft else None
     result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, blocks, measure)  # type: ignore[no-untyped-call]
     return result
 
