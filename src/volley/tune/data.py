@@ -26,7 +26,7 @@ WANTED_RESPONSES = 1000
 MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
 MOST_HELD_OUT = 64
-ROOM = 64
+ANSWER_TOKENS = 64
 """Tokens of an answer to a held-out prompt. A held-out prompt must leave that many tokens of the target's context."""
 
 
@@ -129,13 +129,14 @@ def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[
     for key, row, document in zip(keys, rows, documents, strict=True):
         if len(document) - document.response_start >= 2:
             groups.setdefault(key, []).append(row)
-            if document.response_start <= context - ROOM:
+            if document.response_start <= context - ANSWER_TOKENS:
                 fitting.add(key)
     _check_different(len(groups), "responses of two tokens or more answer")
     held = set(sorted(fitting)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
     if len(held) < 2:
         raise InputError(
-            f"{len(held)} prompts leave {ROOM} tokens of the target's context of {context}, and two must judge; give shorter ones"
+            f"{len(held)} prompts leave {ANSWER_TOKENS} tokens of the target's context of {context}, and two must judge; "
+            "give shorter ones"
         )
     sides = {"held-out.jsonl": [row for key in sorted(held) for row in groups[key]]}
     sides["train.jsonl"] = [row for key, rows in groups.items() if key not in held for row in rows]
@@ -158,9 +159,10 @@ def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase, most: int) -
     """
     rows = read_rows([out / "held-out.jsonl"])
     found = [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]
-    fitting = [ids for ids in found if len(ids) <= most - ROOM]
+    fitting = [ids for ids in found if len(ids) <= most - ANSWER_TOKENS]
     if not fitting:
         raise InputError(
-            f"no prompt that is held out leaves {ROOM} of the {most} tokens that an engine holds of one; give shorter ones"
+            f"no prompt that is held out leaves {ANSWER_TOKENS} of the {most} tokens that an engine holds of one; "
+            "give shorter ones"
         )
     return fitting

@@ -14,7 +14,7 @@ from volley.engine.chains import accepted_lengths, mean_length, shares
 from volley.engine.engine import Engine
 from volley.params import SamplingParams
 from volley.results import GenerationResult
-from volley.tune.data import ROOM
+from volley.tune.data import ANSWER_TOKENS
 
 PROMPTS = 8
 GREEDY = 20
@@ -26,7 +26,7 @@ JUDGED = 10
 def measure_seconds(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> float:
     """Estimate the most seconds of :func:`measure` by timing passes, as if no draft token were accepted."""
     plain, chosen = without_drafter(engine), prompts[:PROMPTS]
-    answer = plain.cycle_seconds(_mean_length(chosen), 1) + ROOM * plain.cycle_seconds(1, 1)
+    answer = plain.cycle_seconds(_mean_length(chosen), 1) + ANSWER_TOKENS * plain.cycle_seconds(1, 1)
     return 3 * (1 + len(chosen)) * len(set(temperatures)) * answer
 
 
@@ -66,7 +66,7 @@ def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float
     block = engine.drafter.config.block_size
     rows = []
     for temperature in sorted(set(temperatures)):
-        params = SamplingParams(temperature=temperature, max_tokens=ROOM)
+        params = SamplingParams(temperature=temperature, max_tokens=ANSWER_TOKENS)
         seconds, tokens = [0.0, 0.0], [0, 0]
         for index, prompt in enumerate([chosen[0], *chosen]):  # the first prompt is decoded twice, to warm up
             results = [_answer(each, prompt, params) for each in (plain, engine)]

@@ -31,7 +31,7 @@ from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig, filled
 from volley.train.parallel import Ranks
 from volley.train.presets import preset_for, read_config, training_dtype
-from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
+from volley.tune.data import ANSWER_TOKENS, digests, held_out_prompts, part, run_collection
 from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
 from volley.tune.report import to_markdown
@@ -156,7 +156,7 @@ class Tuning:
             out=str(self.out / "train"),
             eval_data=str(self.out / "held-out.jsonl"),
             eval_prompts=EVALUATION_PROMPTS,
-            eval_max_tokens=ROOM,
+            eval_max_tokens=ANSWER_TOKENS,
             keep_best=True,
             patience=PATIENCE,
             block_size=config.block_size or BLOCK,
