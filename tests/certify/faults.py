@@ -12,7 +12,7 @@ from volley import Engine
 from volley.decode.on_device import Reading
 from volley.decode.sampling import token_probs
 from volley.decode.work import DraftSpec, Proposal, Rule, Verdict, Work, Works
-from volley.engine.states import TargetPages
+from volley.engine.kv_manager import TargetPages
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -167,10 +167,10 @@ def ratio_on_trees(pair: Pair) -> Engine:
 
 def stale_pages(pair: Pair) -> Engine:
     engine = Engine(pair.target, pair.drafter, page_size=4)
-    pages = engine.core.sequences.pages
+    pages = engine.core.kv_manager.pages
     stale = StalePages(pages.pool, pages.store, prefix_caching=True)
-    engine.core.sequences.pages = stale
-    engine.core.sequences.states = (stale, *engine.core.sequences.states[1:])
+    engine.core.kv_manager.pages = stale
+    engine.core.kv_manager.states = (stale, *engine.core.kv_manager.states[1:])
     return engine
 
 

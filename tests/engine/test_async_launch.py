@@ -30,7 +30,7 @@ from volley import Engine, SamplingParams
 from volley.decode.work import DraftSpec
 from volley.engine import async_launch, capacity
 from volley.engine.engine import Engine as AnyEngine
-from volley.engine.states import DraftRing
+from volley.engine.kv_manager import DraftRing
 from volley.memory.device import Device
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters import heads
@@ -410,7 +410,7 @@ def test_a_ring_of_one_block_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> N
     own: dict[str, Any] = {"params": params, "draft_window": 12, "page_size": 1, "num_pages": 300, "unknown": 2}
     expected = whole(chains(4, is_ahead=False, **own)[1])
     assert whole(chains(4, is_ahead=True, **own)[1]) == expected
-    monkeypatch.setattr("volley.engine.states.blocks_in_ring", lambda _: 1)
+    monkeypatch.setattr("volley.engine.kv_manager.blocks_in_ring", lambda _: 1)
     found = chains(4, is_ahead=True, **own)[2]
     assert sum(found) < len(found) / 4, "only short drafts near an end fit"
 
@@ -563,7 +563,7 @@ def draft_context(*, is_ahead: bool, forgets: bool = False) -> list[torch.Tensor
         own.step()
         if forgets and step == 2:
             model.keep = lambda *_: None  # type: ignore[method-assign]
-    own.core.sequences.settle()
+    own.core.kv_manager.settle()
     return [part for own in requests for part in model.store.extract(0, own.draft_table, 0, own.computed)]
 
 

@@ -10,7 +10,7 @@ from tests.tiny import make_pair
 from volley import DecodingConfig, Engine
 from volley.config import CapacityConfig
 from volley.engine.capacity import Capacity, beside_others, fit, fit_engine
-from volley.engine.states import num_rings, ring_pages
+from volley.engine.kv_manager import num_rings, ring_pages
 from volley.errors import ConfigError
 from volley.memory.device import Device
 

@@ -400,7 +400,7 @@ def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, in
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=2, ignore_eos=True))
     while request.num_output == 0:
         engine.step()
-    engine.core.sequences.settle()
+    engine.core.kv_manager.settle()
     layers = range(engine.core.draft_model.drafter.config.num_hidden_layers)
     store, table = engine.core.draft_model.store, request.draft_table
     found = [store.extract(layer, table, 0, len(token_ids)) for layer in layers]

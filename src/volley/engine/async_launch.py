@@ -105,11 +105,11 @@ class AsyncLaunch:
         if not self._is_likely(step, works, size) or not going_on:
             return
         tokens = tokens.clamp_min(0)  # a row with non-finite logits chose no token; its request does not use the launch
-        sequences, starts = self._scheduler.sequences, [work.request.computed + 1 for work in going_on]
+        manager, starts = self._scheduler.kv_manager, [work.request.computed + 1 for work in going_on]
         ends = [start + (2 * (1 + size) if size else 1) for start in starts]
         if max(ends) > self._runner.target.context_length or len(going_on) * (1 + size) > MOST_ROWS:
             return
-        reserve = sequences.reserve_ahead if size else sequences.pages.reserve
+        reserve = manager.reserve_ahead if size else manager.pages.reserve
         if not all(reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
             return
         segments = [Segment(work.request.table, start, 1 + size) for work, start in zip(going_on, starts, strict=True)]

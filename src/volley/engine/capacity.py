@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from volley.config import CapacityConfig, DecodingConfig
-from volley.engine.states import draft_span, num_rings, ring_pages
+from volley.engine.kv_manager import draft_span, num_rings, ring_pages
 from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter

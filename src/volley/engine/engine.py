@@ -19,9 +19,9 @@ from volley.decode.work import Proposal, Verdict
 from volley.engine.capacity import fit_engine
 from volley.engine.core import EngineCore
 from volley.engine.deferred_work import DeferredWork
+from volley.engine.kv_manager import Snapshot
 from volley.engine.memory import report_memory
 from volley.engine.requests import check_tokens, make_request
-from volley.engine.states import Snapshot
 from volley.engine.step import Step, Timings, accept, choose, conclude, propose
 from volley.errors import CapacityError, InputError
 from volley.files import REFERENCE
@@ -140,7 +140,7 @@ class Engine:
         )  # who takes part, and with how many draft tokens
         if not step.works:
             return []
-        core.sequences.prepare(step)  # make the deferred draft K/V, if anything drafts
+        core.kv_manager.prepare(step)  # make the deferred draft K/V, if anything drafts
         if not (is_launched := core.async_launch.serve(step)):  # drafts and target pass were launched by the last step
             if core.pacing.gives_way(step):  # a prompt arrived, and is read first
                 return []
@@ -154,7 +154,7 @@ class Engine:
         readings = choose(step)  # the target's tokens, on the device
         core.async_launch.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
         accept(step, readings)  # verdicts: accepted tokens, and K/V to keep
-        core.sequences.keep(step)  # every state advanced, rolled back and published
+        core.kv_manager.keep(step)  # every state advanced, rolled back and published
         core.pacing.observe(step)  # what the policy learns
         ended = self.commit(step)  # tokens, texts and statistics of the requests
         core.pacing.time(step)  # what the cost tables learn
@@ -187,7 +187,7 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         if request.failure is not None:
-            self.core.sequences.withdraw(request)
+            self.core.kv_manager.withdraw(request)
         self.core.scheduler.finish(request)
         self.policy.end(request.request_id)
         request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
@@ -394,8 +394,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes. Running requests keep theirs."""
-        self.core.sequences.forget()
+        self.core.kv_manager.forget()
 
     def check_integrity(self) -> None:
         """Recount every page; raise ``AssertionError`` if a count is wrong."""
-        self.core.sequences.check_integrity([*self.core.scheduler.running, *self.core.scheduler.waiting])
+        self.core.kv_manager.check_integrity([*self.core.scheduler.running, *self.core.scheduler.waiting])

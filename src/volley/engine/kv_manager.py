@@ -48,8 +48,8 @@ class Snapshot:
     verify_seconds: float
 
 
-class SequenceState(ABC):
-    """One type of state of all requests."""
+class StateManager(ABC):
+    """Base class of managers. Each manages one type of state of all requests."""
 
     can_suspend = True
     """True if drafting may be suspended: this state can skip the tokens that are decoded meanwhile."""
@@ -92,7 +92,7 @@ class SequenceState(ABC):
         """Recount everything from the live requests; raise ``AssertionError`` if a count is wrong."""
 
 
-class TargetPages(SequenceState):
+class TargetPages(StateManager):
     """The target's K/V and the prefix cache. Without a draft window the drafter's K/V share the pages."""
 
     def __init__(self, pool: PagePool, store: KVStore, *, prefix_caching: bool) -> None:
@@ -173,7 +173,7 @@ class TargetPages(SequenceState):
         self.pool.check_integrity(request.table for request in requests)
 
 
-class DraftContext(SequenceState):
+class DraftContext(StateManager):
     """The drafter's K/V of each request's tokens, computed from the target's features and stored on the target's pages.
 
     Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. So
@@ -418,12 +418,12 @@ def blocks_in_ring(cuda_graphs: bool) -> int:
     return 1 + cuda_graphs
 
 
-class Sequences:
-    """All states of all requests, as one object for the scheduler."""
+class KVManager:
+    """Manages all states of all requests for the scheduler."""
 
-    def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
+    def __init__(self, pages: TargetPages, others: Iterable[StateManager]) -> None:
         self.pages = pages
-        self.states: tuple[SequenceState, ...] = (pages, *others)
+        self.states: tuple[StateManager, ...] = (pages, *others)
         self.can_suspend = all(state.can_suspend for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
