@@ -65,7 +65,7 @@ def held(engine: AnyEngine, requests: list[Any]) -> list[str]:
         "pacing": engine.core.pacing,
         "scheduler": engine.core.scheduler,
         "proposer": engine.core.proposer,
-        "sequences": engine.core.kv_manager,
+        "kv_manager": engine.core.kv_manager,
         "procedure": engine.procedure,
     }
     return [place for name, owner in owners.items() for place in leftovers(owner, name, seen)]
@@ -121,7 +121,7 @@ def test_a_policy_that_keeps_something_is_seen(pair: Pair, what: str) -> None:
     assert all(place.startswith("policy.kept") for place in held(engine, [request]))
 
 
-@pytest.mark.parametrize("where", ["runner", "scheduler", "sequences", "request"])
+@pytest.mark.parametrize("where", ["runner", "scheduler", "kv_manager", "request"])
 def test_logits_and_works_that_are_kept_are_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed")
     request = engine.add_request(PROMPTS[0], PARAMS[0])
@@ -145,6 +145,6 @@ def test_logits_and_works_that_are_kept_are_seen(pair: Pair, monkeypatch: pytest
             "request": "requests[0].scores[0][0]",
             "runner": "runner.logits",
             "scheduler": "scheduler.last[0]",
-            "sequences": "scheduler.kv_manager.last[0]",
+            "kv_manager": "scheduler.kv_manager.last[0]",
         }[where]
     ]
