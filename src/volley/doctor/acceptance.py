@@ -111,8 +111,8 @@ def walk(
 
 
 class ReadText(NamedTuple):
-    """A text ``ids [1, T]`` whose answer begins at ``start``, as the target read it: features ``[1, T, taps · H]`` and final
-    states ``hidden [T, H]``."""
+    """Text ``ids [1, T]`` whose answer begins at ``start``, with the target's features ``[1, T, taps · H]`` and final states
+    ``hidden [T, H]``."""
 
     ids: Tensor
     start: int

@@ -176,9 +176,9 @@ class TargetPages(StateManager):
 class DraftContext(StateManager):
     """The drafter's K/V of each request's tokens, computed from the target's features and stored on the target's pages.
 
-    Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. So
-    rare drafting reads the drafter's weights once for many passes, and no first token waits for the draft K/V of its prompt.
-    Until then each step appends its features whole, and the pending tokens of a request form one open run.
+    Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. If
+    drafting is rare, the drafter's weights are thus read once for many passes. No first token waits for the draft K/V of its
+    prompt. Until then each step appends its features whole, and the pending tokens of a request form one open run.
     """
 
     can_suspend = False
@@ -269,8 +269,8 @@ def _kept_rows(step: Step, features: Tensor) -> Tensor:
 class DraftRing(DraftContext):
     """The drafter's K/V of the last tokens only, on a ring of pages for every running request.
 
-    A full page is not written again. It is found by its hash, and when a ring wraps around to it, the ring takes another page
-    instead. So after a prefix hit the ring begins with the window before it, as far as its pages are still cached.
+    A full page is published by its hash and not written again: a ring that wraps around to it takes another page instead. So
+    after a prefix hit, the ring begins with those pages of the window before it that are still cached.
     """
 
     def __init__(

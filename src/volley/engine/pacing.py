@@ -1,4 +1,4 @@
-"""Connects the engine to its policy: asks it before and after drafting, and reports results to it and to the cost tables."""
+"""Connect the engine to its policy: ask it before and after drafting, and report results to it and to the cost tables."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Connects works and a policy: shows the policy each draft, cuts it, and reports what was accepted."""
+"""Connect works to a policy: show it each draft, cut the draft, and report the accepted tokens."""
 
 from collections.abc import Sequence
 from typing import Any

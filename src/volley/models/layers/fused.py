@@ -195,10 +195,10 @@ def products_of(
 
     if routed is None:
         return layer_weights(layer, join, style)
-    return layer_weights(layer, join, style, lambda: routed.products(_kind_of_experts(layer, weights), files))
+    return layer_weights(layer, join, style, lambda: routed.products(_format_of_experts(layer, weights), files))
 
 
-def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
+def _format_of_experts(layer: Any, weights: Weights) -> Weights:
     """Return the format of experts.
 
     The format of experts that were decoded from a quantised checkpoint is bf16, because quantising again changes them. Experts
@@ -498,7 +498,7 @@ class FusedLayer(LayerForward, Generic[P]):
         if seen is None:
             return None
         routed = seen.routed
-        if routed is not None and not routed.fits(_kind_of_experts(layer, weights)):
+        if routed is not None and not routed.fits(_format_of_experts(layer, weights)):
             return None
 
         def mix(x: Tensor) -> Tensor:
