@@ -41,7 +41,7 @@ class Denoising(Procedure):
     def __init__(self, target: Target, family: BlockDiffusion) -> None:
         self.target, self.family = target, family
 
-    # -- where a request stands ----------------------------------------------------------------------------------------
+    # -- limits of a request -------------------------------------------------------------------------------------------
     def check(self, request: Request) -> None:
         if request.params.max_tokens == 0:
             raise ConfigError(
@@ -113,7 +113,7 @@ class Denoising(Procedure):
         length = canvas_length(params)
         return b"blocks of %d" % length if page_size % length == 0 else None
 
-    # -- what a pass does ----------------------------------------------------------------------------------------------
+    # -- passes --------------------------------------------------------------------------------------------------------
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         """Make the work that reads more text. Bidirectional blocks are never divided. The canvas follows the last token, in
         the same pass."""
@@ -191,7 +191,7 @@ class Denoising(Procedure):
         is_last = request.computed + work.num_known == self.prefill_end(request)
         return int(is_last and self._awaits_first(request))
 
-    # -- what comes of it ----------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
     def verify(self, works: Works, logits: Tensor) -> None:
         self.denoise([(work.request, logits[work.rows]) for work in works if work.spec.size])
         for work in works:

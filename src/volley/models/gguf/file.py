@@ -140,7 +140,7 @@ class GGUFFile:
 
     @property
     def string_keys(self) -> list[str]:
-        """Return the keys that :meth:`strings` accepts."""
+        """Keys that :meth:`strings` accepts."""
         return list(self._strings)
 
     @property
