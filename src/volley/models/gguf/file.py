@@ -135,7 +135,7 @@ class GGUFFile:
         return read_strings(self._first, self._mapped[0].data, self._strings[key])
 
     def find_strings(self, key: str, texts: Iterable[str]) -> dict[int, str]:
-        """Return which of ``texts`` are in an array, by their places."""
+        """Return those of ``texts`` that are in an array, by their indices."""
         return find_strings(self._first, self._mapped[0].data, self._strings[key], texts)
 
     @property

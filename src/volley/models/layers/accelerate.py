@@ -130,11 +130,11 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     if release:
         trim()
     if release and weights != "bf16":
-        _tell_share(model, weights)
+        _log_share(model, weights)
     return True
 
 
-def _tell_share(model: nn.Module, weights: Weights) -> None:
+def _log_share(model: nn.Module, weights: Weights) -> None:
     """Log the quantised share of a model if it is small. Embeddings do not count."""
     coded = other = 0
     for product in _products(model):
