@@ -66,7 +66,7 @@ def test_what_is_given_stays() -> None:
     for device in (CPU, gpu(139)):
         found = sizes(given, device)
         expected = Capacity(max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False)
-        assert found == replace(expected, cuda_graphs=device.kind == "cuda")
+        assert found == replace(expected, cuda_graphs=device.type == "cuda")
     assert not sizes(CapacityConfig(cuda_graphs=False), gpu(139)).cuda_graphs
 
 
