@@ -23,7 +23,7 @@ from volley.models.drafters.drafter import Attend, Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
-from volley.models.drafters.inject import Injection, join_kv
+from volley.models.drafters.inject import Injection, merge_kv
 from volley.models.layers.fused import FusedDecoder
 from volley.models.layers.host_memory import returning_memory
 from volley.models.layers.products import choose_draft_weights
@@ -234,7 +234,7 @@ def load_drafter(
             stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
             drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:
-            drafter.joined_kv = join_kv(drafter)
+            drafter.merged_kv = merge_kv(drafter)
         if not compiled:
             drafter.fuse(kind, None if kind == "bf16" else head, release=True)
     return drafter
