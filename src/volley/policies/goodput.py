@@ -122,7 +122,7 @@ class Goodput(Policy):
             num_lookup = self._num_lookup_tokens(view.request_id, kind, confidence) if confidence else 0
             budget -= num_lookup
             own = min(size, plan.nodes)
-            draft = view.draft(plan.slots[kind], own, plan.thresholds[kind])
+            draft = view.draft(plan.positions[kind], own, plan.thresholds[kind])
             specs.append(view.lookup(num_lookup) if num_lookup else draft)
         return specs
 
@@ -170,7 +170,7 @@ class Goodput(Policy):
         if self.block_size > 1 and not all(map(self._knows, drafting)):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
             if most:
-                return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
+                return _WHOLE._replace(positions=[most] * KINDS, nodes=most), True
         # The last review of these kinds is used, unless it is too old or was made for a very different number of requests.
         present = frozenset((kind, self._knows(kind)) for kind in kinds)
         review = self._reviews.get(present)
@@ -181,7 +181,7 @@ class Goodput(Policy):
         if opens and review.opening:
             return review.opening, True
         for index, (plan, every) in enumerate(review.others):
-            if self._cycle >= self._tried[index] + every and (drafting or not any(plan.slots)):
+            if self._cycle >= self._tried[index] + every and (drafting or not any(plan.positions)):
                 self._trial = index
                 return plan, True
         self._trial = None
@@ -273,7 +273,7 @@ class Goodput(Policy):
             kind = _kind(cycle.spec)
             is_trial = (
                 len(self._blocks[kind]) < _ENOUGH
-                or not plan.slots[kind]
+                or not plan.positions[kind]
                 or cycle.spec.threshold != plan.thresholds[kind]
             )
             is_trial |= self._learnt.get(cycle.request_id, _OPENING) < _OPENING
