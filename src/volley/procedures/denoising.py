@@ -243,11 +243,8 @@ class Denoising(Procedure):
             return
         logits = [own for _, own in predicted]
         feedback = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
-        parts = (
-            [None] * len(predicted)
-            if feedback is None
-            else torch.split(feedback, [len(canvas) for canvas, _ in predicted])
-        )
+        lengths = [len(canvas) for canvas, _ in predicted]
+        parts = [None] * len(lengths) if feedback is None else torch.split(feedback, lengths)
         for (canvas, _), part in zip(predicted, parts, strict=True):
             canvas.feedback, canvas.predicted = part, None
 
