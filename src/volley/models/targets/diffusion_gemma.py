@@ -120,12 +120,8 @@ class DiffusionGemma(Target):
             options = options._replace(symmetric=symmetric)
             return self.attention(batch, store, layer, q, k, v, options)
 
-        hidden = self.embed(batch.token_ids)
-        hidden, denoised = (
-            self._condition(hidden, batch)
-            if batch.static_feedback is None
-            else self._condition_some(hidden, *batch.static_feedback)
-        )
+        hidden, static = self.embed(batch.token_ids), batch.static_feedback
+        hidden, denoised = self._condition(hidden, batch) if static is None else self._condition_some(hidden, *static)
         end = max(segment.end for segment in batch.segments)
         with self._one_pass:
             self._set_scalars(denoised)
