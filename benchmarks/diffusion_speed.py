@@ -246,8 +246,8 @@ def sampler_bytes(length: int, vocab_size: int, **own: Any) -> int:
     """
     engine = Engine(DiffusionGemma(make_model({"vocab_size": vocab_size}, "cpu").to(torch.bfloat16)), num_pages=64)
     denoising, peaks = engine.procedures.by_mode["diffusion"], list[int]()
-    absorb = denoising.absorb
-    denoising.absorb = lambda *given: peaks.append(peak_bytes(lambda: absorb(*given)))  # type: ignore[method-assign]
+    verify = denoising.verify
+    denoising.verify = lambda *given: peaks.append(peak_bytes(lambda: verify(*given)))  # type: ignore[method-assign]
     canvas = DiffusionParams(canvas_length=length, max_steps=2)
     params = SamplingParams(temperature=1.0, seed=0, max_tokens=length, diffusion=canvas, **own)
     (result,) = engine.generate([[1, 2]], params)
@@ -262,16 +262,16 @@ def canvas_seconds(shape: str, length: int, steps: int, device: str) -> dict[str
     """
     engine = Engine(DiffusionGemma(make_model(SHAPES[shape], device).to(torch.bfloat16)), num_pages=64)
     denoising, whole, sampling = engine.procedures.by_mode["diffusion"], list[float](), list[float]()
-    absorb = denoising.absorb
+    verify = denoising.verify
 
     def timed(*given: Any) -> None:
         synchronise(torch.device(device))
         started = time.perf_counter()
-        absorb(*given)
+        verify(*given)
         synchronise(torch.device(device))
         sampling.append(time.perf_counter() - started)
 
-    denoising.absorb = timed  # type: ignore[method-assign]
+    denoising.verify = timed  # type: ignore[method-assign]
     own = DiffusionParams(
         canvas_length=length, max_steps=steps, stability_threshold=steps + 1, confidence_threshold=1e-9
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests import tiny
 from volley.models.drafters.drafter import Drafter
-from volley.models.layers import residency
+from volley.models.layers import host_memory
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -53,9 +53,9 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_stay() -> Iterator[None]:
-    """Every test that loads a model would read them again; ``test_residency`` looks at processes of its own."""
+    """Every test that loads a model would read them again; ``test_host_memory`` looks at processes of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(residency, "forget_libraries", lambda: None)
+        patch.setattr(host_memory, "forget_libraries", lambda: None)
         yield
 
 

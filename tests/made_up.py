@@ -52,7 +52,7 @@ def request(
         "table": table,
         "draft_table": table,
         "procedure": SPECULATIVE,
-        "room": 2**20,
+        "pool_slots": 2**20,
     }
     made = Request(token_ids=list(token_ids), **{**values, **fields})
     made.num_prompt -= answered

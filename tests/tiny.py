@@ -216,5 +216,5 @@ def place(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
     each = ((position, texts[position // 3 % len(texts)]) for position in range(end))
     tokens = {position: text[position] for position, text in each if position < len(text)}
     placed = Placed(block_proposer(engine), tokens, engine.capacity.page_size)
-    engine.core.proposer = engine.core.ahead.proposer = placed
+    engine.core.proposer = engine.core.async_launch.proposer = placed
     engine.core.pacing.costs.drafts_on_device = True

@@ -355,7 +355,7 @@ def ahead(bench: Bench) -> dict[str, Any]:
         engine.policy = f"fixed:{size}"
         row, answers = {"requests": level, "block": size, "T": temperature, "passes": alone}, []
         for name, is_ahead in (("behind", False), ("ahead", True)):
-            engine.core.ahead.is_used = is_ahead
+            engine.core.async_launch.is_used = is_ahead
             engine.reset_prefix_cache()
             requests = [engine.add_request([10 + i % 50] * 32, params) for i in range(level)]
             while any(request.num_output < 8 for request in requests):

@@ -69,7 +69,7 @@ class Cores:
         now = self._clock()
         is_pause = now - self._ended > _PAUSE
         if is_pause or now - self._looked >= _SAMPLED:
-            self._look(now, counts=not is_pause)
+            self._measure(now, counts=not is_pause)
         if self._seconds >= _PERIOD:
             self._conclude()
         return max(min(most, int(self._count - self._taken + 0.5)), 1)
@@ -80,13 +80,13 @@ class Cores:
 
     def watch(self, wait: Callable[[float], None] = time.sleep) -> None:
         """Measure other processes briefly before this process begins to compute."""
-        self._look(self._clock(), counts=False)
+        self._measure(self._clock(), counts=False)
         wait(_WATCHED)
         self._seconds = self._others = 0.0
-        self._look(self._clock(), counts=True)
+        self._measure(self._clock(), counts=True)
         self._conclude()
 
-    def _look(self, now: float, *, counts: bool) -> None:
+    def _measure(self, now: float, *, counts: bool) -> None:
         usage, before = self._read(), self._before
         if counts and usage is not None and before is not None:
             self._seconds += now - self._looked

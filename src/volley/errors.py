@@ -1,4 +1,4 @@
-"""Every error volley raises at its public boundary. Each message names what was wrong and the remedy.
+"""Define all errors that volley raises at its public boundary. Each message names the fault and the remedy.
 
 VolleyError
 ├── ConfigError         an option, key or value that volley does not know or cannot use   (also a ValueError)

@@ -226,9 +226,9 @@ class SamplingParams:
         """Return whether any penalty changes logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    def within(self, room: int) -> "SamplingParams":
-        """Return the parameters of an answer of at most ``room`` tokens."""
-        return self if self.max_tokens <= room else replace(self, max_tokens=room)
+    def within(self, most: int) -> "SamplingParams":
+        """Return the parameters of an answer of at most ``most`` tokens."""
+        return self if self.max_tokens <= most else replace(self, max_tokens=most)
 
     def for_choice(self, index: int) -> "SamplingParams":
         """Return the parameters of answer ``index`` to a prompt, which differ in the seed. Index 0 keeps the request's seed."""

@@ -12,7 +12,7 @@ from volley import Engine
 from volley.decode.on_device import Reading
 from volley.decode.sampling import token_probs
 from volley.decode.work import DraftSpec, Proposal, Rule, Verdict, Work, Works
-from volley.engine.states import TargetPages
+from volley.engine.kv_manager import TargetPages
 from volley.procedures.request import Request
 from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
@@ -55,8 +55,8 @@ class TemperatureIgnored(Guess):
 class GreedyBonus(Speculative):
     """Behind a draft that was kept whole comes the likeliest token, at every temperature."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         for work in works:
             draft, verdict = work.proposal.token_ids, work.verdict
             if draft and verdict.accepted == len(draft) and work.proposal.parents is None:
@@ -67,8 +67,8 @@ class GreedyBonus(Speculative):
 class OffByOne(Speculative):
     """Keeps the first draft token that is wrong."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         for work in works:
             draft, kept = work.proposal.token_ids, work.verdict.accepted
             if kept < len(draft) and work.proposal.parents is None and work.request.params.temperature == 0:
@@ -80,8 +80,8 @@ class OffByOne(Speculative):
 class RatioOnTrees(Speculative):
     """Judges the nodes of sampled trees by min(1, p / q), as if they had been drawn from q."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         for work in works:
             proposal, params = work.proposal, work.request.params
             if proposal.parents is None or params.temperature == 0:
@@ -120,12 +120,12 @@ class PenaltiesIgnored(Speculative):
 class Leak(Speculative):
     """The first two requests of a pass get each other's logits."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         rows = [work.rows.start for work in works if work.rows.stop > work.rows.start][:2]
         if len(rows) == 2:
             logits = logits.clone()
             logits[rows] = logits[rows[::-1]]
-        return super().absorb(works, logits)
+        return super().verify(works, logits)
 
 
 class StalePages(TargetPages):
@@ -167,10 +167,10 @@ def ratio_on_trees(pair: Pair) -> Engine:
 
 def stale_pages(pair: Pair) -> Engine:
     engine = Engine(pair.target, pair.drafter, page_size=4)
-    pages = engine.core.sequences.pages
+    pages = engine.core.kv_manager.pages
     stale = StalePages(pages.pool, pages.store, prefix_caching=True)
-    engine.core.sequences.pages = stale
-    engine.core.sequences.states = (stale, *engine.core.sequences.states[1:])
+    engine.core.kv_manager.pages = stale
+    engine.core.kv_manager.states = (stale, *engine.core.kv_manager.states[1:])
     return engine
 
 

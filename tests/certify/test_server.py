@@ -146,7 +146,7 @@ def test_a_server_that_gives_fewer_log_probabilities_is_asked_for_these(
     )
     with closing(ServerSubject("http://h/v1")) as subject:
         subject.find_top("Hello")
-        assert (subject.top, subject.room, subject.software()) == (most or 20, 512, {"server": "another"})
+        assert (subject.top, subject.context_length, subject.software()) == (most or 20, 512, {"server": "another"})
         if most:
             assert subject.ask(["Hello"], greedy_params(4))[0].cached is None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, Look, Reveal
+from volley.decode.canvas import Canvas, CanvasOutput, Reveal
 from volley.decode.sampling import PositionNoise
 from volley.params import DiffusionParams, SamplingParams
 
@@ -25,7 +25,7 @@ def reveal(logits: Tensor, given: list[int] | None = None, **own: object) -> Can
     params = DiffusionParams(canvas_length=len(logits), **{"threshold": 0.8, **own})  # type: ignore[arg-type]
     rule = Reveal(MASK)
     canvas = rule.open(0, given or [], params, NOISE)
-    rule.step(Look(canvas, logits, GREEDY, params, NOISE))
+    rule.step(CanvasOutput(canvas, logits, GREEDY, params, NOISE))
     return canvas
 
 

@@ -19,7 +19,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from tests.diffusion_gemma import TorchNoise
 from tests.made_up import request
-from volley.decode.canvas import Canvas, CoupledNoise, Look
+from volley.decode.canvas import Canvas, CanvasOutput, CoupledNoise
 from volley.decode.renoise import Renoise
 from volley.decode.rules import make_rules
 from volley.decode.sampling import PositionNoise, token_probs
@@ -84,7 +84,7 @@ def test_canvases_and_ends_are_those_of_transformers(stability: int) -> None:
         mine = []
         while not canvas.done:
             mine.append(canvas.tokens.tolist())
-            rule.step(Look(canvas, passes[canvas.step], sampling, params, noise))
+            rule.step(CanvasOutput(canvas, passes[canvas.step], sampling, params, noise))
         assert (mine, canvas.tokens.tolist()) == (read, best)
         ends.add(len(read))
     assert len(ends) > 1, "canvases settle after different numbers of passes"
@@ -94,7 +94,7 @@ def stepped(sampling: SamplingParams, given: list[int] | None = None) -> Canvas:
     rule, noise = Renoise(VOCAB), PositionNoise(sampling.seed or 0)
     canvas = rule.open(4, given or [], PARAMS, noise)
     for logits in made_up_passes(3)[:1]:
-        rule.step(Look(canvas, logits, sampling, PARAMS, noise))
+        rule.step(CanvasOutput(canvas, logits, sampling, PARAMS, noise))
     return canvas
 
 
@@ -121,7 +121,7 @@ def test_a_draft_is_what_its_verifier_would_draw(temperature: float) -> None:
     canvas = Renoise(VOCAB).open(4, [7], PARAMS, noise)
     for logits in made_up_passes(3):
         last = logits.clone()
-        Renoise(VOCAB).step(Look(canvas, logits, sampling, replace(PARAMS, max_steps=2), noise))
+        Renoise(VOCAB).step(CanvasOutput(canvas, logits, sampling, replace(PARAMS, max_steps=2), noise))
         if canvas.done:
             break
     wanted = noise.choose(token_probs(last, sampling), 4, 2) if temperature else last.argmax(-1)
@@ -133,7 +133,7 @@ def test_confidence_is_one_for_a_certain_slot_and_one_in_so_many_for_a_flat_one(
     canvas = Renoise(VOCAB).open(0, [], PARAMS, PositionNoise(0))
     logits = torch.zeros(len(canvas), VOCAB)
     logits[0, 3] = 1e4
-    Renoise(VOCAB).step(Look(canvas, logits, SamplingParams(), PARAMS, PositionNoise(0)))
+    Renoise(VOCAB).step(CanvasOutput(canvas, logits, SamplingParams(), PARAMS, PositionNoise(0)))
     expected = torch.tensor([1.0] + [1 / VOCAB] * (len(canvas) - 1))
     torch.testing.assert_close(canvas.confidence, expected)
 
@@ -161,10 +161,14 @@ def test_canvases_that_are_decided_together_are_those_that_are_decided_alone() -
         torch.manual_seed(step)
         logits = [2 * torch.randn(length, VOCAB) for length in lengths]
         decided = rule.step_together(
-            [Look(pairs[i][1], logits[i], each[i], params[i], pairs[i][2]) for i in range(6) if not pairs[i][1].done]
+            [
+                CanvasOutput(pairs[i][1], logits[i], each[i], params[i], pairs[i][2])
+                for i in range(6)
+                if not pairs[i][1].done
+            ]
         )
         alone_decided = [
-            rule.step(Look(pairs[i][0], logits[i], each[i], params[i], pairs[i][2]))
+            rule.step(CanvasOutput(pairs[i][0], logits[i], each[i], params[i], pairs[i][2]))
             for i in range(6)
             if not pairs[i][0].done
         ]
@@ -228,7 +232,7 @@ def denoised(count: int, sampling: SamplingParams, **changes: Any) -> tuple[int,
     torch.manual_seed(0)
     logits = torch.randn(count * ROWS, LARGE, dtype=torch.bfloat16)
     with Peak() as peak:
-        procedure.absorb(works, logits)
+        procedure.verify(works, logits)
     return peak.bytes, requests
 
 

@@ -14,7 +14,7 @@ def test_a_chain_that_is_cut_drafts_no_more_than_it_verifies(size: int, left: in
 
 def test_a_tree_that_is_cut_keeps_its_levels_and_a_copy_has_none() -> None:
     assert DraftSpec(Shape.TREE, Rule.GREEDY, 12, 5).cut(7) == DraftSpec(Shape.TREE, Rule.GREEDY, 7, 5)
-    assert DraftSpec(Shape.COPY, Rule.GREEDY, 12).cut(7) == DraftSpec(Shape.COPY, Rule.GREEDY, 7)
+    assert DraftSpec(Shape.LOOKUP, Rule.GREEDY, 12).cut(7) == DraftSpec(Shape.LOOKUP, Rule.GREEDY, 7)
 
 
 def test_a_work_counts_known_tokens_and_the_draft() -> None:
@@ -38,7 +38,7 @@ def test_a_work_keeps_the_first_rows_of_a_chain_and_a_path_of_a_tree() -> None:
 
 def test_works_share_nothing() -> None:
     one, other = Work(None, NO_DRAFT), Work(None, NO_DRAFT)  # type: ignore[type-var]
-    one.found.append(1)
+    one.lookup_tokens.append(1)
     one.proposal.token_ids.append(1)
     one.verdict.token_ids.append(1)
     assert other == Work(None, NO_DRAFT)  # type: ignore[type-var]

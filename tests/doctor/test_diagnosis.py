@@ -16,7 +16,7 @@ from tests.doctor.answers import TARGET, write_answers
 from volley import Engine
 from volley.chat import template_digest
 from volley.doctor.diagnosis import Doctor, evenly
-from volley.engine.states import TargetPages
+from volley.engine.kv_manager import TargetPages
 from volley.errors import CheckpointError, InputError
 from volley.files import REFERENCE
 from volley.models.diagnosis import diagnose
@@ -194,11 +194,11 @@ class WithoutDraftContext(TargetPages):
 @pytest.mark.slow
 def test_holes_in_the_prefix_cache(drafter: Path, rows: Path) -> None:
     engine = Engine.from_pretrained(drafter=drafter, dtype=torch.float32, draft_window=0)
-    pages = engine.core.sequences.pages
+    pages = engine.core.kv_manager.pages
     holes = WithoutDraftContext(pages.pool, pages.store, prefix_caching=True)
     assert engine.core.draft_model is not None
     holes.draft_store = engine.core.draft_model.store  # type: ignore[attr-defined]
-    engine.core.sequences.pages, engine.core.sequences.states = holes, (holes, *engine.core.sequences.states[1:])
+    engine.core.kv_manager.pages, engine.core.kv_manager.states = holes, (holes, *engine.core.kv_manager.states[1:])
     found = Doctor(TARGET, drafter, [rows]).examine(engine)
     assert [finding.name for finding in found.findings] == ["prefix-cache holes"]
 

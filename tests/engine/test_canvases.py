@@ -14,7 +14,7 @@ from tests.diffusion_gemma import random_model
 from tests.procedures.test_denoising import BOTH_WAYS, masked_model
 from tests.tiny import finish
 from volley import DiffusionParams, Engine, SamplingParams
-from volley.decode.canvas import Look, Reveal
+from volley.decode.canvas import CanvasOutput, Reveal
 from volley.decode.work import Phase
 from volley.engine.recovery import recover
 from volley.models.targets.diffusion_gemma import DiffusionGemma
@@ -266,8 +266,8 @@ class FusedDenoiser(Reveal):
 
     fuse = -1
 
-    def step(self, look: Look) -> Tensor:
-        found = super().step(look)
+    def step(self, output: CanvasOutput) -> Tensor:
+        found = super().step(output)
         FusedDenoiser.fuse -= 1
         if FusedDenoiser.fuse == 0:
             raise RuntimeError("planted")

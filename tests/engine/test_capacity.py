@@ -10,7 +10,7 @@ from tests.tiny import make_pair
 from volley import DecodingConfig, Engine
 from volley.config import CapacityConfig
 from volley.engine.capacity import Capacity, beside_others, fit, fit_engine
-from volley.engine.states import num_rings, ring_pages
+from volley.engine.kv_manager import num_rings, ring_pages
 from volley.errors import ConfigError
 from volley.memory.device import Device
 
@@ -66,7 +66,7 @@ def test_what_is_given_stays() -> None:
     for device in (CPU, gpu(139)):
         found = sizes(given, device)
         expected = Capacity(max_running=3, max_batch_tokens=70, num_pages=9, page_size=4, prefix_caching=False)
-        assert found == replace(expected, cuda_graphs=device.kind == "cuda")
+        assert found == replace(expected, cuda_graphs=device.type == "cuda")
     assert not sizes(CapacityConfig(cuda_graphs=False), gpu(139)).cuda_graphs
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.work import DraftSpec
-from volley.engine.states import DraftContext
+from volley.engine.kv_manager import DraftContext
 from volley.policies.base import Policy, View
 
 COUNT = 24
@@ -31,7 +31,7 @@ class Seldom(Policy):
 
 
 def context(engine: Engine) -> DraftContext:
-    (found,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
+    (found,) = (state for state in engine.core.kv_manager.states if isinstance(state, DraftContext))
     return found
 
 
@@ -46,7 +46,7 @@ def drafts(pair: Pair, options: dict[str, Any], most_waiting: int | None) -> lis
         while engine.has_work:
             engine.step()
             if most_waiting is None:
-                engine.core.sequences.settle()
+                engine.core.kv_manager.settle()
         for request, prompt in zip(requests, PROMPTS, strict=True):
             assert request.token_ids[len(prompt) :] == greedy(pair.hf, prompt, COUNT)
     return seen

@@ -31,14 +31,14 @@ class Meter:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[tuple[int, bool]] = []
-        keep = engine.core.sequences.keep
+        keep = engine.core.kv_manager.keep
 
         def spied(step: Step) -> None:
             assert step.batch is not None
             self.passes.append((len(step.batch), any(work.spec.positions for work in step.works)))
             keep(step)
 
-        monkeypatch.setattr(engine.core.sequences, "keep", spied)
+        monkeypatch.setattr(engine.core.kv_manager, "keep", spied)
 
     def seconds(self, token: float, draft: float) -> float:
         return sum(1 + token * tokens + draft * drafted for tokens, drafted in self.passes)

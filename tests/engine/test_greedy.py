@@ -22,7 +22,7 @@ from tests.tiny import (
 )
 from volley import Engine, GenerationResult, SamplingParams
 from volley.decode.denoise import SCHEDULES
-from volley.engine.states import DraftRing, num_rings
+from volley.engine.kv_manager import DraftRing, num_rings
 from volley.errors import ConfigError
 from volley.models.drafters.drafter import Drafter
 
@@ -99,7 +99,7 @@ def test_a_drafter_brings_its_own_window(pair: Pair, asked: int | None, window: 
     drafter.config = replace(drafter.config, draft_window=6)
     engine = Engine(pair.target, drafter, policy="fixed", page_size=4, num_pages=160, draft_window=asked)
     assert block_proposer(engine).model.windows == [window] * drafter.config.num_hidden_layers
-    assert isinstance(engine.core.sequences.states[1], DraftRing) == (window is not None)
+    assert isinstance(engine.core.kv_manager.states[1], DraftRing) == (window is not None)
     assert tokens(run(engine)) == expected()
 
 
@@ -172,7 +172,7 @@ def test_the_text_may_fill_the_whole_context(pair: Pair) -> None:
 def test_draft_window_memory_is_constant(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, page_size=4, draft_window=8, max_running=2)
     request = engine.add_request(list(range(30)), SamplingParams(max_tokens=300))
-    ring = engine.core.sequences.states[1]
+    ring = engine.core.kv_manager.states[1]
     assert isinstance(ring, DraftRing)
     size = block_proposer(engine).model.store.nbytes
     used: set[int] = set()

@@ -65,7 +65,7 @@ def held(engine: AnyEngine, requests: list[Any]) -> list[str]:
         "pacing": engine.core.pacing,
         "scheduler": engine.core.scheduler,
         "proposer": engine.core.proposer,
-        "sequences": engine.core.sequences,
+        "kv_manager": engine.core.kv_manager,
         "procedure": engine.procedure,
     }
     return [place for name, owner in owners.items() for place in leftovers(owner, name, seen)]
@@ -121,11 +121,11 @@ def test_a_policy_that_keeps_something_is_seen(pair: Pair, what: str) -> None:
     assert all(place.startswith("policy.kept") for place in held(engine, [request]))
 
 
-@pytest.mark.parametrize("where", ["runner", "scheduler", "sequences", "request"])
+@pytest.mark.parametrize("where", ["runner", "scheduler", "kv_manager", "request"])
 def test_logits_and_works_that_are_kept_are_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed")
     request = engine.add_request(PROMPTS[0], PARAMS[0])
-    keep = engine.core.sequences.keep
+    keep = engine.core.kv_manager.keep
 
     def spied(step: Step) -> None:
         assert step.logits is not None
@@ -138,13 +138,13 @@ def test_logits_and_works_that_are_kept_are_seen(pair: Pair, monkeypatch: pytest
             getattr(engine.core, where).last = [step]
         keep(step)
 
-    monkeypatch.setattr(engine.core.sequences, "keep", spied)
+    monkeypatch.setattr(engine.core.kv_manager, "keep", spied)
     engine.step()
     assert [place.split(":")[0] for place in held(engine, [request])] == [
         {
             "request": "requests[0].scores[0][0]",
             "runner": "runner.logits",
             "scheduler": "scheduler.last[0]",
-            "sequences": "scheduler.sequences.last[0]",
+            "kv_manager": "scheduler.kv_manager.last[0]",
         }[where]
     ]

@@ -13,7 +13,7 @@ from tests.costs import settle
 from tests.engine.test_policies import Copying, Restless, made, random_pilot
 from tests.tiny import Pair, make_pair, random_prompts, teach
 from volley import Engine, SamplingParams
-from volley.engine.states import DraftRing
+from volley.engine.kv_manager import DraftRing
 from volley.memory.kv_store import KVDtype
 from volley.policies.goodput import Goodput
 from volley.procedures.request import Request
@@ -151,7 +151,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
         step()
     assert not engine.core.scheduler.has_work
     assert engine.core.pool.num_used == 0
-    for state in engine.core.sequences.states:
+    for state in engine.core.kv_manager.states:
         if isinstance(state, DraftRing):
             assert state.pool.num_used == 0
     for request, prompt, params in requests:
@@ -226,7 +226,7 @@ def test_an_error_of_one_answer_leaves_those_of_others(pair: Pair, where: str, m
         engine.on_verified.append(fail)
     else:
         engine.core.scheduler.add(engine._make_request(PROMPTS[3], PARAMS[0]))
-        monkeypatch.setattr(engine.core.sequences, "keep", fall)
+        monkeypatch.setattr(engine.core.kv_manager, "keep", fall)
     with pytest.raises(ValueError, match="planted"):
         next(failing)
     monkeypatch.undo()
@@ -283,7 +283,7 @@ def test_an_admission_that_fails_gives_its_pages_back(
     engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=60, draft_window=window)
     list(engine.generate(PROMPTS[0], PARAMS[0]))  # its pages are found
     waiting = engine.generate([PROMPTS[0] + [7, 8, 9]], PARAMS[0])
-    inner = engine.core.sequences.pages.room
+    inner = engine.core.kv_manager.pages.capacity
 
     def fail(request: Request) -> int:
         if errors:
@@ -291,7 +291,7 @@ def test_an_admission_that_fails_gives_its_pages_back(
         return inner(request)
 
     errors = [ValueError("planted")]
-    monkeypatch.setattr(engine.core.sequences.pages, "room", fail)
+    monkeypatch.setattr(engine.core.kv_manager.pages, "capacity", fail)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
     engine.core.scheduler.add(engine._make_request(PROMPTS[0], PARAMS[0]))
     with pytest.raises(ValueError, match="planted"):

@@ -49,7 +49,9 @@ class Everything(Policy):
 
     def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [
-            view.draft(view.limit, nodes=40) if view.request_id % 2 or not view.found else view.copy(len(view.found))
+            view.draft(view.limit, nodes=40)
+            if view.request_id % 2 or not view.lookup_confidence
+            else view.lookup(len(view.lookup_confidence))
             for view in views
         ]
 

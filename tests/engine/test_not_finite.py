@@ -175,7 +175,7 @@ def test_passes_in_fixed_memory_that_are_launched_ahead(drafts: bool, monkeypatc
 
     def make() -> Engine:
         engine = Engine(qwen(), random_drafter() if drafts else None, policy="fixed:4" if drafts else "fixed:1", **ROWS)
-        engine.core.ahead.is_used = True
+        engine.core.async_launch.is_used = True
         return engine
 
     check_alone(make, SAMPLING["greedy"])

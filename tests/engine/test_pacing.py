@@ -78,15 +78,15 @@ def test_no_trees_are_offered_where_nothing_can_grow_them(can_grow: bool, most: 
 def test_a_text_is_searched_for_a_policy_that_copies() -> None:
     policy = Spy(uses_lookup=True)
     (work,) = pacing(policy).decide([decoding([1, 2, 3, 4, 1, 2, 3])], 1)
-    assert work.found[:4] == [4, 1, 2, 3]
-    assert policy.views[0].found[:2] == [3 / 4, 4 / 5]
+    assert work.lookup_tokens[:4] == [4, 1, 2, 3]
+    assert policy.views[0].lookup_confidence[:2] == [3 / 4, 4 / 5]
 
 
 def test_a_text_is_not_searched_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lookup, "find", lambda *_: pytest.fail("nobody asked"))
     policy = Spy()
     (work,) = pacing(policy).decide([decoding([1, 2, 3, 4, 1, 2, 3])], 1)
-    assert (work.found, policy.views[0].found) == ([], [])
+    assert (work.lookup_tokens, policy.views[0].lookup_confidence) == ([], [])
 
 
 @pytest.mark.parametrize("uses_costs", [False, True])
@@ -181,23 +181,23 @@ class Every(Spy):
         super().__init__()
         self.every = every
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         assert (sampled, under_way) == ({False, True}, 7)
         return self.every
 
 
-@pytest.mark.parametrize(("every", "awake"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 3, 4]), (0, [3])])
-def test_requests_rest_as_the_policy_says_unless_they_draft(every: int, awake: list[int]) -> None:
+@pytest.mark.parametrize(("every", "drafting"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 3, 4]), (0, [3])])
+def test_drafting_is_suspended_as_the_policy_says_unless_a_request_drafts(every: int, drafting: list[int]) -> None:
     requests = [decoding([1, 2], SamplingParams(temperature=own % 2), request_id=own) for own in range(5)]
     policy = Every(every)
-    own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_rest=True)
+    own = Pacing(policy, costs := Costs(lambda *_: 0.1, lambda *_: 1.0), can_grow_trees=False, can_suspend=True)
     policy.attach(6, costs)
     works = [Work(request, NO_DRAFT) for request in requests]
     works[3].spec = own.decide([requests[3]], 7)[0].spec
-    own.let_rest(works, requests, 7)
-    assert [request.request_id for request in requests if not request.drafting_suspended] == awake
-    own.can_rest = False
+    own.suspend_drafting(works, requests, 7)
+    assert [request.request_id for request in requests if not request.drafting_suspended] == drafting
+    own.can_suspend = False
     for request in requests:
         request.drafting_suspended = False
-    own.let_rest(works, requests, 7)
+    own.suspend_drafting(works, requests, 7)
     assert not any(request.drafting_suspended for request in requests)

@@ -72,9 +72,9 @@ class Copying(Restless):
     uses_lookup = True
 
     def spec(self, view: View) -> DraftSpec:
-        assert all(0 < sure < 1 for sure in view.found)
-        count = min(len(view.found), (self.turn + view.request_id) % 7)
-        return view.copy(count) if count else super().spec(view)
+        assert all(0 < sure < 1 for sure in view.lookup_confidence)
+        count = min(len(view.lookup_confidence), (self.turn + view.request_id) % 7)
+        return view.lookup(count) if count else super().spec(view)
 
 
 def random_pilot(drafter: Drafter | None = None) -> Pilot:
@@ -161,11 +161,11 @@ def sampled_copies(monkeypatch: pytest.MonkeyPatch, *, seeded: bool) -> tuple[Te
 class DrawingAgain(Speculative):
     """A bias: where a copy is refused the token is drawn once more, from the whole distribution."""
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         for work in works:
             request, verdict = work.request, work.verdict
-            if work.spec.shape is Shape.COPY and work.proposal.token_ids and not verdict.accepted:
+            if work.spec.shape is Shape.LOOKUP and work.proposal.token_ids and not verdict.accepted:
                 probs = token_probs(logits[work.rows][:1], request.params)
                 verdict.token_ids = draw(probs, request.noise.uniforms(Purpose.DRAFT, request.length, 1)).tolist()
         return Reading()

@@ -57,7 +57,7 @@ def breaks_when(
         "propose": (engine_module, "propose"),
         "forward": (engine.core.runner, "forward"),
         "accept": (engine_module, "accept"),
-        "keep": (engine.core.sequences, "keep"),
+        "keep": (engine.core.kv_manager, "keep"),
     }[phase]
     inner = getattr(part, method)
 
@@ -163,7 +163,7 @@ def test_a_request_that_had_ended_before_the_error_is_forgotten(pair: Pair) -> N
 
 def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(pair.target, pair.drafter)
-    inner = engine.core.sequences.pages.match_prefix
+    inner = engine.core.kv_manager.pages.match_prefix
 
     def broken(request: Request, most: int) -> int:
         found = inner(request, most)
@@ -171,7 +171,7 @@ def test_an_error_while_a_request_is_admitted(pair: Pair, monkeypatch: pytest.Mo
             raise Broken
         return found
 
-    monkeypatch.setattr(engine.core.sequences.pages, "match_prefix", broken)
+    monkeypatch.setattr(engine.core.kv_manager.pages, "match_prefix", broken)
     requests, faults = run(engine)
     assert [request for request, _ in faults] == [requests[1]]
     check(pair, requests, culprit=1)

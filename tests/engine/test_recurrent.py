@@ -189,7 +189,7 @@ def test_a_preempted_request_goes_on_from_its_newest_snapshot() -> None:
     engine.core.scheduler.preempt(request)
     length = request.length
     assert states(engine).num_held == 0
-    assert engine.core.sequences.admit(request, length)
+    assert engine.core.kv_manager.admit(request, length)
     assert request.computed == (length - 1) // 16 * 16, "at most four pages are computed again"
     engine.core.scheduler.finish(request)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.made_up import costs, random_path, random_tree, request, with_batch
 from volley.config import CapacityConfig
 from volley.decode.work import DraftSpec, Phase, Proposal, Shape, Verdict, Work
+from volley.engine.kv_manager import KVManager, TargetPages
 from volley.engine.pacing import Pacing
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import Sequences, TargetPages
 from volley.engine.step import Step
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import DenseKVStore
@@ -38,8 +38,8 @@ class Whims(Policy):
         return [self.spec(view) for view in views]
 
     def spec(self, view: View) -> DraftSpec:
-        if view.found and self.chance.random() < 0.4:
-            return view.copy(self.chance.randint(1, 20))
+        if view.lookup_confidence and self.chance.random() < 0.4:
+            return view.lookup(self.chance.randint(1, 20))
         return view.draft(self.chance.randrange(BLOCK), self.chance.choice([0, 0, 3, 9]))
 
 
@@ -62,8 +62,8 @@ class World:
         self.capacity = CapacityConfig(**{"page_size": SIZE, "max_running": 3, "max_batch_tokens": 10, **sizes})
         store = DenseKVStore([(1, 1)], pages * SIZE, torch.float32, torch.device("cpu"))
         self.pool = PagePool(pages, SIZE)
-        self.sequences = Sequences(TargetPages(self.pool, store, prefix_caching=True), ())
-        self.scheduler = Scheduler(self.capacity, self.sequences, lambda: self.now)
+        self.kv_manager = KVManager(TargetPages(self.pool, store, prefix_caching=True), ())
+        self.scheduler = Scheduler(self.capacity, self.kv_manager, lambda: self.now)
         policy.attach(block_size, made_costs or costs())
         self.pacing = Pacing(policy, policy.costs or costs(), can_grow_trees=True)
         self.arrived: list[Request] = []
@@ -86,7 +86,7 @@ class World:
             return step
         if not self.run(step):
             return step
-        self.sequences.keep(with_batch(step))
+        self.kv_manager.keep(with_batch(step))
         for work in step.works:
             if work.verdict.token_ids:
                 work.request.append(work.verdict.token_ids, work.verdict.accepted)
@@ -96,7 +96,7 @@ class World:
         return step
 
     def check_integrity(self) -> None:
-        self.sequences.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+        self.kv_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def check(self, step: Step, before: dict[int, int]) -> None:
         """``before`` says how often each request that was running had been preempted; those resumed by this step are not in line

@@ -18,7 +18,7 @@ from volley.procedures.speculative import Speculative
 from volley.proposers.base import Proposer
 
 CHAIN, TREE = DraftSpec(Shape.CHAIN, Rule.GREEDY, 3, 3), DraftSpec(Shape.TREE, Rule.GREEDY, 7, 3)
-COPY = DraftSpec(Shape.COPY, Rule.GREEDY, 2)
+LOOKUP = DraftSpec(Shape.LOOKUP, Rule.GREEDY, 2)
 
 
 class Noting(Speculative):
@@ -26,7 +26,7 @@ class Noting(Speculative):
         super().__init__(DecodingConfig())
         self.seen: list[list[int]] = []
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         self.seen.append([work.request.request_id for work in works])
         return Reading()
 
@@ -93,7 +93,7 @@ class Spy(Proposer):
 def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_text(with_confidence: bool) -> None:
     works = [
         Work(decoding([1, 2]), CHAIN),
-        Work(decoding([1, 2]), COPY, found=[4, 5, 6]),
+        Work(decoding([1, 2]), LOOKUP, lookup_tokens=[4, 5, 6]),
         Work(decoding([1, 2]), NO_DRAFT),
         Work(request([1, 2]), NO_DRAFT, Phase.PREFILL, 2),
         Work(decoding([1, 2]), TREE),
@@ -107,7 +107,7 @@ def test_the_drafter_is_asked_once_for_all_that_draft_and_copies_come_from_the_t
 
 def test_a_drafter_with_nothing_to_do_is_left_alone() -> None:
     spy = Spy()
-    propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), COPY)]), spy)
+    propose(Step([Work(decoding([1, 2]), NO_DRAFT), Work(decoding([1, 2]), LOOKUP)]), spy)
     assert spy.calls == []
     propose(Step([Work(decoding([1, 2]), NO_DRAFT)]), None)
 
@@ -124,14 +124,14 @@ def test_positions_of_matched_drafts_are_foreseen_and_stay_so() -> None:
     ):
         propose(Step([Work(own, DraftSpec(Shape.CHAIN, rule, positions, positions))]), Spy())
         assert own.noise_used_until == foreseen
-    propose(Step([Work(own, DraftSpec(Shape.COPY, Rule.COUPLED, 30), found=[1] * 30)]), Spy())
+    propose(Step([Work(own, DraftSpec(Shape.LOOKUP, Rule.COUPLED, 30), lookup_tokens=[1] * 30)]), Spy())
     assert own.noise_used_until == 9, "a copy knows no noise"
 
 
 def test_as_much_is_copied_as_was_asked_for() -> None:
-    specs = [DraftSpec(Shape.COPY, Rule.COUPLED, size) for size in (0, 2, 9)]
-    works = [Work(decoding([1, 2]), spec, found=[4, 5, 6]) for spec in specs]
+    specs = [DraftSpec(Shape.LOOKUP, Rule.COUPLED, size) for size in (0, 2, 9)]
+    works = [Work(decoding([1, 2]), spec, lookup_tokens=[4, 5, 6]) for spec in specs]
     propose(Step(works), None)
     assert [work.proposal.token_ids for work in works] == [[], [4, 5], [4, 5, 6]]
     assert all(work.proposal.draft_probs is None and work.proposal.parents is None for work in works)
-    assert works[0].found == [4, 5, 6], "what was found is judged even where it was not used"
+    assert works[0].lookup_tokens == [4, 5, 6], "what was found is judged even where it was not used"

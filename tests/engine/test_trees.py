@@ -155,7 +155,7 @@ def test_compacted_pages_hold_what_prefill_would_have_written(pair: Pair, page_s
         whole = decode_until(fresh, request.token_ids[: request.computed], request.computed + 1)
         assert whole.computed == request.computed
         for own in (engine, fresh):
-            own.core.sequences.settle()
+            own.core.kv_manager.settle()
         for stores in (
             (engine.core.runner.store, fresh.core.runner.store),
             (block_proposer(engine).model.store, block_proposer(fresh).model.store),

@@ -19,7 +19,7 @@ from tests.hybrid import target as hybrid_target
 from tests.tiny import random_prompts
 from volley import Engine, SamplingParams
 from volley.engine import capacity
-from volley.engine.holdings import memory_of, report_memory
+from volley.engine.memory import memory_of, report_memory
 from volley.engine.start import warm_up
 from volley.memory import graphs
 from volley.memory.device import Device

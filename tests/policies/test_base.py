@@ -39,9 +39,9 @@ def test_a_setting_decides_about_trees_before_the_policy_does(wish: int) -> None
 
 
 def test_a_copy_is_no_longer_than_what_was_found() -> None:
-    view = View(0, Rule.COUPLED, 7, 7, found=[0.75, 0.8])
-    assert view.copy(9) == DraftSpec(Shape.COPY, Rule.COUPLED, 2)
-    assert view.copy(1) == DraftSpec(Shape.COPY, Rule.COUPLED, 1)
+    view = View(0, Rule.COUPLED, 7, 7, lookup_confidence=[0.75, 0.8])
+    assert view.lookup(9) == DraftSpec(Shape.LOOKUP, Rule.COUPLED, 2)
+    assert view.lookup(1) == DraftSpec(Shape.LOOKUP, Rule.COUPLED, 1)
 
 
 def test_a_policy_verifies_whole_drafts_unless_it_says_otherwise() -> None:

@@ -67,5 +67,5 @@ def test_a_block_beyond_the_drafters_is_refused(policy: Policy, largest: int) ->
 
 
 def test_a_drafter_keeps_up_with_nothing_where_nothing_is_ever_drafted() -> None:
-    assert [Fixed(size).keeps_up({False, True}, 3) for size in (1, 2)] == [0, 1]
-    assert Feedback().keeps_up({False}, 3) == 1
+    assert [Fixed(size).draft_kv_every({False, True}, 3) for size in (1, 2)] == [0, 1]
+    assert Feedback().draft_kv_every({False}, 3) == 1

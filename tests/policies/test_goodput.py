@@ -180,10 +180,10 @@ def copies(policy: Goodput, cycles: int, agreed: int, right: float, *, drafts: f
             chance = drafts if own.spec.shape is Shape.CHAIN else right
             conclude(own, size, int(np.cumprod(random.random(size) < chance).sum()))
         true = int(np.cumprod(random.random(15) < right).sum())
-        cycle[0].found, cycle[0].found_right = sure, [True] * true + [False] * (true < 15)
+        cycle[0].lookup_confidence, cycle[0].lookup_right = sure, [True] * true + [False] * (true < 15)
         policy.observe(cycle)
         assert specs[1].shape is Shape.CHAIN
-        counts.append(specs[0].size if specs[0].shape is Shape.COPY else 0)
+        counts.append(specs[0].size if specs[0].shape is Shape.LOOKUP else 0)
     return counts
 
 
@@ -237,24 +237,24 @@ def test_everyone_is_learnt_from_sooner_or_later_and_few_at_once(count: int) -> 
 def test_few_texts_are_kept_up_with_where_drafting_is_far_from_paying() -> None:
     """And for more requests of the same kind. All are where it may pay: for fewer, or for requests of another kind."""
     policy = goodput(token=0.5, draft=3.0)
-    assert policy.keeps_up({False}, 16) == 1, "nothing is known"
+    assert policy.draft_kv_every({False}, 16) == 1, "nothing is known"
     simulate(policy, 16, 100, sure=0.5)
     for under_way in (16, 40):
-        assert policy.keeps_up({False}, under_way) > 4
-    assert policy.keeps_up({False}, 15) == 1
-    assert policy.keeps_up({True}, 16) == policy.keeps_up({False, True}, 16) == 1
+        assert policy.draft_kv_every({False}, under_way) > 4
+    assert policy.draft_kv_every({False}, 15) == 1
+    assert policy.draft_kv_every({True}, 16) == policy.draft_kv_every({False, True}, 16) == 1
     near = goodput(token=0.05, draft=0.3)
     simulate(near, 16, 100, sure=0.8)
-    assert near.keeps_up({False}, 16) == 1
+    assert near.draft_kv_every({False}, 16) == 1
 
 
 @pytest.mark.slow
 def test_hope_comes_back_with_texts_that_are_easy() -> None:
     policy = goodput(token=0.05, draft=1.0)
     simulate(policy, 4, 200, sure=0.05)
-    assert policy.keeps_up({False}, 4) > 4
+    assert policy.draft_kv_every({False}, 4) > 4
     simulate(policy, 4, 3000, sure=0.95, seed=1)
-    assert policy.keeps_up({False}, 4) == 1
+    assert policy.draft_kv_every({False}, 4) == 1
 
 
 def test_nothing_is_tried_while_nobody_can_be_drafted_for() -> None:

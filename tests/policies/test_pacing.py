@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.made_up import decoding, lattice_of
-from volley.decode.lookup import found_confidence
+from volley.decode.lookup import match_confidence
 from volley.decode.tree import expand
 from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work
 from volley.policies.base import Cycle, Policy, View
@@ -35,8 +35,8 @@ def work(shape: Shape, proposal: Proposal, positions: int, found: Sequence[int] 
     return Work(
         decoding([1, 2, 3]),
         spec,
-        found=list(found),
-        found_confidence=found_confidence(agreed, len(found)),
+        lookup_tokens=list(found),
+        lookup_confidence=match_confidence(agreed, len(found)),
         proposal=proposal,
     )
 
@@ -59,13 +59,13 @@ def test_trees_keep_their_likeliest_nodes() -> None:
 
 
 def test_copies_and_plain_decoding_are_not_the_policys_to_cut() -> None:
-    copy, plain = work(Shape.COPY, Proposal([4, 5]), 0, [4, 5, 6], agreed=3), work(Shape.CHAIN, Proposal([]), 0)
+    copy, plain = work(Shape.LOOKUP, Proposal([4, 5]), 0, [4, 5, 6], agreed=3), work(Shape.CHAIN, Proposal([]), 0)
     policy = To(0, 0)
     cycles = trim(policy, [copy, plain])
     assert policy.calls == 0, "nothing was drafted"
     assert copy.proposal.token_ids == [4, 5]
-    assert cycles[0].found == [3 / 4, 4 / 5, 5 / 6]
-    assert cycles[1].found == []
+    assert cycles[0].lookup_confidence == [3 / 4, 4 / 5, 5 / 6]
+    assert cycles[1].lookup_confidence == []
     trim(To(0, 0, 0), [copy, plain, work(Shape.CHAIN, Proposal([1]), 1)])
     assert copy.proposal.token_ids == [4, 5]
 
@@ -100,4 +100,4 @@ def test_what_was_found_is_judged_whether_it_was_used_or_not() -> None:
     (cycle,) = trim(To(2), [one])
     one.verdict = Verdict(1, [5, 7])
     conclude(one, cycle)
-    assert cycle.found_right == [True, False]
+    assert cycle.lookup_right == [True, False]

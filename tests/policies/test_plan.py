@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.policies.acceptance import KINDS, TREE
 from volley.policies.arrivals import LATER
 from volley.policies.cost import Costs, FloatArray
@@ -48,7 +48,7 @@ def expected(
     plan = Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
     for kind, chances in gains.items():
         size, threshold = OPTIONS[options[kind]]
-        plan.slots[kind], plan.thresholds[kind] = MOST if kind >= TREE and size else size, threshold
+        plan.positions[kind], plan.thresholds[kind] = MOST if kind >= TREE and size else size, threshold
         for block in chances.T.tolist() if size else ():
             kept = [gain for gain in (block if kind >= TREE else block[:size]) if gain >= threshold]
             plan.tokens[kind] += trust[kind] * sum(kept) / chances.shape[1]
@@ -56,8 +56,8 @@ def expected(
     total = sum(counts)
     verified = sum(count * each for count, each in zip(counts, plan.verified, strict=True))
     seconds = float(costs.target.expected(np.array(total + verified), total))
-    drafting = sum(count for count, size in zip(counts, plan.slots, strict=True) if size)
-    drafted = sum(count * size for count, size in zip(counts, plan.slots, strict=True))
+    drafting = sum(count for count, size in zip(counts, plan.positions, strict=True) if size)
+    drafted = sum(count * size for count, size in zip(counts, plan.positions, strict=True))
     if drafting:
         seconds += float(costs.draft.expected(np.array(drafting + drafted), drafting))
     if total > 1 and any(plan.thresholds):
@@ -93,7 +93,7 @@ def test_the_best_plan_is_the_best_of_all_options(
         assert promise.rate == pytest.approx(plan.rate)
         assert promise.seconds == pytest.approx(plan.seconds)
         for kind in present:
-            assert promise.slots[kind] == plan.slots[kind]
+            assert promise.positions[kind] == plan.positions[kind]
             assert promise.thresholds[kind] == plan.thresholds[kind]
             assert promise.tokens[kind] == pytest.approx(plan.tokens[kind])
             assert promise.verified[kind] == pytest.approx(plan.verified[kind])
@@ -108,15 +108,15 @@ def test_the_best_plan_is_the_best_of_all_options(
             )
             for pair in itertools.product(range(len(OPTIONS)), repeat=2)
         ]
-    assert best.rate == pytest.approx(max(plan.rate for plan in together if any(plan.slots)))
+    assert best.rate == pytest.approx(max(plan.rate for plan in together if any(plan.positions)))
 
 
 def test_plain_and_whole_are_the_ends() -> None:
     counts = [4, 2, 0, 0]
     planner = Planner(made_costs(1e-3), counts, made_gains(counts, 16, 7), [1.0] * KINDS, MOST)
     plain, whole = planner.whole(0), planner.whole(MOST)
-    assert (plain.slots[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
-    assert (whole.slots[:2], whole.thresholds[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
+    assert (plain.positions[:2], plain.verified[:2], plain.tokens[:2]) == ([0, 0], [0, 0], [1, 1])
+    assert (whole.positions[:2], whole.thresholds[:2], whole.verified[:2]) == ([MOST] * 2, [0, 0], [MOST] * 2)
 
 
 @pytest.mark.parametrize(("token", "largest"), [(1e-6, 512), (5e-3, 128)])
@@ -158,10 +158,10 @@ def test_a_plan_that_would_keep_prompts_waiting_is_the_best_of_the_shorter_ones(
     """Whole blocks of eight requests would take three times as long as plain decoding and bring six tokens."""
     counts, gains = [8, 0, 0, 0], {0: np.full((5, 4), 0.99).cumprod(axis=0)}
     costs = Costs(lambda tokens, requests: 1e-6, lambda tokens, requests: 0.01 + 5e-4 * max(0, tokens - 8))
-    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().slots[0] == 5
+    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().positions[0] == 5
     come(costs, 0.077)
     best = Planner(costs, counts, gains, [1.0] * KINDS, 5).best()
-    assert 0 < best.slots[0] < 5
+    assert 0 < best.positions[0] < 5
     assert best.seconds <= best.waiting <= 0.01 + LATER * 0.077
 
 
@@ -170,7 +170,7 @@ def test_where_all_drafts_take_too_long_the_plan_is_plain() -> None:
     costs = Costs(lambda tokens, requests: 0.03, lambda tokens, requests: 0.01 + 1e-6 * tokens)
     costs.target.time(8)
     come(costs, 0.01)
-    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().slots[0] == 0
+    assert Planner(costs, counts, gains, [1.0] * KINDS, 5).best().positions[0] == 0
 
 
 def test_a_long_cycle_is_one_that_verifies_more_than_usual() -> None:
@@ -195,28 +195,28 @@ def test_copies_and_first_blocks_have_what_room_the_bound_leaves() -> None:
     counts = [2, 0, 0, 0]
     assert fitting(costs, 2, 15) == 15
     assert (
-        Planner(costs, counts, {}, [1.0] * KINDS, 0).room(
+        Planner(costs, counts, {}, [1.0] * KINDS, 0).lookup_budget(
             Plan(0.0, 0.0, 0.0, [0] * KINDS, [0.0] * KINDS, [1.0] * KINDS, [0.0] * KINDS)
         )
-        == 2 * MOST_FOUND
+        == 2 * MOST_LOOKUP_TOKENS
     )
     come(costs, 0.05)
     most = 0.012 + LATER * 0.05
     assert fitting(costs, 2, 15) == int((most - 0.001 - 0.012) / 0.002)
     planner = Planner(costs, counts, {}, [1.0] * KINDS, 0)
     plain = planner.whole(0)
-    assert planner.room(plain) == int((most - 0.012) / 0.001)
-    assert planner.room(plain._replace(waiting=most + 1)) == 0
+    assert planner.lookup_budget(plain) == int((most - 0.012) / 0.001)
+    assert planner.lookup_budget(plain._replace(waiting=most + 1)) == 0
 
 
 def test_where_drafts_are_dropped_for_prompts_only_the_longer_of_draft_and_pass_is_waited_for() -> None:
     costs = made_costs(1e-3)
     come(costs, 0.01)
     counts, gains = [1, 0, 0, 0], {0: np.full((5, 4), 0.9).cumprod(axis=0)}
-    assert Planner(costs, counts, gains, [1.0] * KINDS, MOST).best().slots[0] == 0, "a draft alone takes 2 ms"
+    assert Planner(costs, counts, gains, [1.0] * KINDS, MOST).best().positions[0] == 0, "a draft alone takes 2 ms"
     costs.arrivals.newcomers = lambda: False
     plan = Planner(costs, counts, gains, [1.0] * KINDS, MOST).best()
-    assert plan.slots[0] == MOST
+    assert plan.positions[0] == MOST
     assert plan.waiting == pytest.approx(0.01)
     costs.drafts_on_device = True
-    assert Planner(costs, counts, gains, [1.0] * KINDS, MOST).best().slots[0] == 0, "nobody waits between the two"
+    assert Planner(costs, counts, gains, [1.0] * KINDS, MOST).best().positions[0] == 0, "nobody waits between the two"

@@ -15,4 +15,4 @@ def views(
     """Requests 0, 1, …, greedy unless ``rules`` say otherwise; ``options`` are fields of every view."""
     count = len(limits)
     rows = zip(limits, rules or [Rule.GREEDY] * count, found or [[] for _ in range(count)], strict=True)
-    return [View(i, rule, limit, limit, found=own, **options) for i, (limit, rule, own) in enumerate(rows)]
+    return [View(i, rule, limit, limit, lookup_confidence=own, **options) for i, (limit, rule, own) in enumerate(rows)]

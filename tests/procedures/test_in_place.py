@@ -234,8 +234,8 @@ class LeavesSeeAll(InPlace):
 class Eager(InPlace):
     """The first token of a draft is taken unseen."""
 
-    def absorb(self, works: Any, logits: Tensor) -> Reading:
-        super().absorb(works, logits).read()
+    def verify(self, works: Any, logits: Tensor) -> Reading:
+        super().verify(works, logits).read()
         keep_first_drafted(works)
         return Reading()
 

@@ -121,7 +121,7 @@ def test_every_rule_takes_every_final_token() -> None:
 class Bare(Procedure):
     """No more than what every procedure must say."""
 
-    next_work = segment = num_rows = absorb = None  # type: ignore[assignment]
+    next_work = segment = num_rows = verify = None  # type: ignore[assignment]
 
 
 def test_a_procedure_drafts_nothing_unless_it_shows_the_policy_something() -> None:

@@ -193,8 +193,8 @@ class Peeks(DraftSteps):
 class Unmatched(SelfSpeculative):
     """Planted: verification draws with the position's noise, and the first token of a draft is taken unseen."""
 
-    def absorb(self, works: Any, logits: Tensor) -> None:
-        super().absorb(works, logits)
+    def verify(self, works: Any, logits: Tensor) -> None:
+        super().verify(works, logits)
         keep_first_drafted(works)
 
 

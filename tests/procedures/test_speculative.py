@@ -153,7 +153,7 @@ def test_a_batch_of_all_kinds_is_judged_as_each_alone(kinds: list[str], chance: 
         for place, token in enumerate(work.proposal.token_ids):
             if work.proposal.parents is None and chance.random() < 0.7:
                 logits[work.rows.start + place, token] += 10
-    procedure().absorb(works, logits).read()
+    procedure().verify(works, logits).read()
     for kind, work in zip(kinds, works, strict=True):
         if kind == "chunk":
             assert work.verdict == Verdict(0, [])
@@ -175,7 +175,7 @@ def test_a_draft_with_its_distribution_is_judged_by_the_ratio_of_both() -> None:
             tokens = draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 3)).tolist()
             work = Work(own, DraftSpec(Shape.CHAIN, Rule.REJECTION, 3, 3), proposal=Proposal(tokens, probs))
             on_rows([work])
-            procedure().absorb([work], logits).read()
+            procedure().verify([work], logits).read()
             assert work.verdict.accepted == accepted
             assert work.verdict.token_ids[:accepted] == tokens[:accepted]
             assert max(work.verdict.token_ids) < 3, "what the target gives no probability never comes out"
@@ -201,11 +201,11 @@ def test_a_large_vocabulary_is_judged_as_each_request_alone(kind: str) -> None:
 
     together = [work(place) for place in range(6)]
     on_rows(together)
-    procedure().absorb(together, logits).read()
+    procedure().verify(together, logits).read()
     for place, own in enumerate(together):
         alone = work(place)
         on_rows([alone])
-        procedure().absorb([alone], logits[4 * place : 4 * place + 4]).read()
+        procedure().verify([alone], logits[4 * place : 4 * place + 4]).read()
         assert own.verdict == alone.verdict
     assert len({own.verdict.accepted for own in together}) > 1 or kind == "ratio"
 
@@ -216,7 +216,7 @@ def test_log_probabilities_belong_to_the_tokens_that_come_out() -> None:
     logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
     logits[0, 5] = logits[2, 6] = 10
     on_rows([work])
-    procedure().absorb([work], logits).read()
+    procedure().verify([work], logits).read()
     assert work.verdict.path == (2, 3)
     rows = logits.log_softmax(dim=-1)[[0, 2, 3]]
     expected = [float(row[token]) for row, token in zip(rows, work.verdict.token_ids, strict=True)]

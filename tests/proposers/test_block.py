@@ -47,7 +47,7 @@ def drafting(request: pytest.FixtureRequest, pair: Pair) -> Iterator[tuple[Block
     engine.step()
     assert all(one.is_decoding for one in requests)
     for one in requests:
-        assert engine.core.sequences.reserve(one, one.length + 6)
+        assert engine.core.kv_manager.reserve(one, one.length + 6)
     yield block_proposer(engine), requests
     for one in requests:
         engine.abort(one)
@@ -91,7 +91,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed:1", page_size=4, num_pages=100)
     own = engine.add_request(PROMPTS[0], SamplingParams(temperature=0.9, draft_temperature=0.7, seed=5))
     engine.step()
-    assert engine.core.sequences.reserve(own, own.length + 6)
+    assert engine.core.kv_manager.reserve(own, own.length + 6)
     proposer = block_proposer(engine)
     mask = pair.drafter.config.mask_token_id
     with torch.inference_mode():

@@ -81,7 +81,7 @@ def test_a_rate_is_that_of_the_definition(kind: str | None, rule: Rule) -> None:
     proposer = block_proposer(engine)
     with torch.inference_mode():
         for work in works:
-            assert engine.core.sequences.reserve(work.request, work.request.length + 6)
+            assert engine.core.kv_manager.reserve(work.request, work.request.length + 6)
         proposer.propose(works, with_confidence=True)
         for work in works:
             size = work.spec.positions

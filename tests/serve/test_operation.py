@@ -8,7 +8,7 @@ from tests.conftest import TinyPair
 from tests.serve.running import MODEL, Running, Tiny, running
 from volley import SamplingParams
 from volley.engine import capacity
-from volley.engine.holdings import graph_bytes
+from volley.engine.memory import graph_bytes
 from volley.memory.device import Device
 from volley.serve.config import ServeConfig
 from volley.serve.service import Service

@@ -41,7 +41,7 @@ from volley.train.collect import Progress as Collected
 from volley.train.data import TrainingData, read_rows
 from volley.train.documents import Document
 from volley.tune import run
-from volley.tune.data import ROOM, Pace, held_out_prompts, progress_line
+from volley.tune.data import ANSWER_TOKENS, Pace, held_out_prompts, progress_line
 from volley.tune.options import TuneConfig
 from volley.tune.run import Tuning, batch_tokens, read_together, tune
 from volley.tune.state import alone_in
@@ -399,7 +399,7 @@ def test_another_target_of_the_same_name_is_noticed(tmp_path: Path) -> None:
 
 def test_prompts_that_judge_the_training_are_those_that_judge_the_pair(tmp_path: Path) -> None:
     """Also where they leave no more room than they must; and so often that a training can stop early."""
-    rows = [{"prompt_token_ids": [5 + i] * (256 - ROOM), "response_token_ids": [7] * 9} for i in range(8)]
+    rows = [{"prompt_token_ids": [5 + i] * (256 - ANSWER_TOKENS), "response_token_ids": [7] * 9} for i in range(8)]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     target = make_target(tmp_path, CONFIGS["llama"])
     config = options(tmp_path, target, prompts=(), data=(str(data),), max_minutes=60)

@@ -4,7 +4,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -229,20 +229,13 @@ def _table(summaries: list[Summary], columns: list[str]) -> "Table":
 
 def machine(threads: int) -> dict[str, Any]:
     """Return a description of the machine."""
-
-    def installed(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "not installed"
-
     return {
         "cpu": _cpu_model(),
         "logical_cores": os.cpu_count(),
         "threads": threads,
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        **{package: installed(package) for package in ("torch", "transformers")},
+        **{package: version(package) for package in ("torch", "transformers")},
     }
 
 

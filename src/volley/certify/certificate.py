@@ -214,8 +214,8 @@ def _server_checks(
         return [f"{nonce} {number} {index}. {prompt}" for index, prompt in enumerate(asked)]
 
     length = LONG_CHARACTERS
-    if subject.room is not None:  # a token may be a single character
-        length = min(length, subject.room - config.max_tokens - NONCE_CHARACTERS)
+    if subject.context_length is not None:  # a token may be a single character
+        length = min(length, subject.context_length - config.max_tokens - NONCE_CHARACTERS)
     longer = _lengthened([f"{prompt} " for prompt in chosen], length)
     questions = Questions(subject, reference, chosen, longer, fresh, greedy, tie)
     todo: Steps = [

@@ -63,7 +63,7 @@ class Scoring(Speculative):
     def num_rows(self, work: Work[Request]) -> int:
         return work.num_known
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
         for work in works:
             request, rows = work.request, logits[work.rows].float().cpu()
             self.logits.setdefault(request.request_id, []).append(rows.clone())
@@ -88,8 +88,8 @@ class ScoringInPlace(Scoring):
         parents = (*range(len(tokens) - 1), *range(len(tokens)))
         return tokens + [self.mask_token_id] * len(tokens), replace(segment, length=2 * len(tokens), parents=parents)
 
-    def absorb(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
-        return super().absorb(works, without(logits, self.mask_token_id))
+    def verify(self, works: Sequence[Work[Request]], logits: Tensor) -> Reading:
+        return super().verify(works, without(logits, self.mask_token_id))
 
 
 def _scoring(engine: Engine) -> Scoring:

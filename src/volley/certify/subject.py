@@ -104,7 +104,7 @@ class ServerSubject:
 
     top = TOP
     """Maximum number of log-probabilities per token to request."""
-    room: int | None = None
+    context_length: int | None = None
     """Context length of the server, if it reports one."""
 
     def __init__(
@@ -119,7 +119,7 @@ class ServerSubject:
         try:
             known = self._json("GET", "/models", None)["data"]
             self.model = model or str(known[0]["id"])
-            self.room = next((one.get("max_model_len") for one in known if one["id"] == self.model), None)
+            self.context_length = next((one.get("max_model_len") for one in known if one["id"] == self.model), None)
         except Exception:
             self.close()
             raise

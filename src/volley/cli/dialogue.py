@@ -70,10 +70,10 @@ class Dialogue:
         elif name == "/system":
             self._system = rest.strip() or None
         elif name == "/help":
-            self._tell("\n".join(COMMANDS.values()))
+            self._print_note("\n".join(COMMANDS.values()))
         else:
             near = get_close_matches(name, list(COMMANDS), n=1)
-            self._tell(f"{name} is no command; " + (f"did you mean {near[0]}?" if near else "/help lists them"))
+            self._print_note(f"{name} is no command; " + (f"did you mean {near[0]}?" if near else "/help lists them"))
         return True
 
     def _answer(self, text: str) -> None:
@@ -84,10 +84,10 @@ class Dialogue:
                 answer, told = self._stream(is_interrupted)
         except (VolleyError, KeyboardInterrupt) as error:
             self._turns.pop()
-            self._tell(str(error) or "interrupted")
+            self._print_note(str(error) or "interrupted")
             return
         self._turns.append({"role": "assistant", "content": answer})
-        self._tell(told)
+        self._print_note(told)
 
     def _stream(self, is_interrupted: Callable[[], bool]) -> tuple[str, str]:
         """Print the answer to the last message. Return its text and a line about it."""
@@ -110,7 +110,7 @@ class Dialogue:
         self._out.print()
         return text, _described(stats, tokens, drafted)
 
-    def _tell(self, line: str) -> None:
+    def _print_note(self, line: str) -> None:
         """Print a line that is no answer: dim on a terminal, on standard error if answers may go to a file."""
         to = self._out if self._out.is_terminal else self._errors
         to.print(Text(line, style="dim"), soft_wrap=True)

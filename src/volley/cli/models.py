@@ -104,7 +104,7 @@ def load_engine(
         if not models.tensor_parallel and (models.device == "cpu" or not torch.cuda.is_available()):
             import_transformers()
         from volley.engine.engine import Engine
-        from volley.models.layers.residency import forget_libraries
+        from volley.models.layers.host_memory import forget_libraries
         from volley.models.targets.diffusion import load_target
 
     atexit.register(forget_libraries)  # the end of the process reads pages of libraries that it has not used

@@ -42,7 +42,7 @@ def serve(
 
     service = Service(loaded, config, name)
     if recalibration.recalibrate is not None:
-        from volley.recalibrate.companion import attach
+        from volley.recalibrate.recalibrator import attach
 
         attach(service, loaded, recalibration, models.target)
     run(service, config)

@@ -80,7 +80,7 @@ class Canvas:
         return [token if known else None for token, known in pairs]
 
 
-class Look(NamedTuple):
+class CanvasOutput(NamedTuple):
     """Output of a pass over one canvas: row i of ``logits [L, V]`` (fp32) predicts slot i."""
 
     canvas: Canvas
@@ -123,12 +123,12 @@ class Denoiser(ABC):
         """Make a canvas of ``params.canvas_length`` slots at position ``start``; ``given`` are its first tokens."""
 
     @abstractmethod
-    def step(self, look: Look) -> Tensor:
+    def step(self, output: CanvasOutput) -> Tensor:
         """Apply one pass to a canvas, in place. Return the slots that got their token in this pass, boolean ``[L]``."""
 
-    def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
+    def step_together(self, outputs: Sequence[CanvasOutput]) -> list[Tensor]:
         """Call :meth:`step` for several canvases. A rule may process their rows together."""
-        return [self.step(look) for look in looks]
+        return [self.step(output) for output in outputs]
 
 
 @dataclass(frozen=True)
@@ -143,26 +143,26 @@ class Reveal(Denoiser):
         tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return Canvas(start, tokens, torch.arange(len(tokens)) < len(given), len(given))
 
-    def step(self, look: Look) -> Tensor:
-        canvas, (tokens, confidence, probs) = look.canvas, self.candidates(look)
-        chosen = self.choose(canvas, confidence, probs, look.params)
+    def step(self, output: CanvasOutput) -> Tensor:
+        canvas, (tokens, confidence, probs) = output.canvas, self.candidates(output)
+        chosen = self.choose(canvas, confidence, probs, output.params)
         canvas.decide(chosen, tokens, confidence)
         canvas.done = bool(canvas.revealed.all())
         return chosen
 
-    def candidates(self, look: Look) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, output: CanvasOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Choose a token for each slot, never the mask. Return tokens and probabilities ``[L]`` on the CPU, and the
         distributions ``[L, V]``.
 
         At temperature 0 the token is the most likely one, and its probability is that at temperature 1.
         """
-        logits = without(look.logits, self.mask_token_id)
-        if look.sampling.temperature == 0:
+        logits = without(output.logits, self.mask_token_id)
+        if output.sampling.temperature == 0:
             probs = logits.softmax(dim=-1)
             tokens = probs.argmax(dim=-1)
         else:
-            probs = token_probs(logits, look.sampling)
-            tokens = look.noise.choose(probs, look.canvas.start, look.canvas.step)
+            probs = token_probs(logits, output.sampling)
+            tokens = output.noise.choose(probs, output.canvas.start, output.canvas.step)
         confidence = probs.gather(-1, tokens[:, None])[:, 0]
         tokens, confidence = read_together(tokens, confidence)
         return tokens, confidence, probs

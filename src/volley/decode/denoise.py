@@ -40,13 +40,13 @@ def denoise(
     blocks: list[Tensor],
     num_steps: int,
     schedule: str,
-    look: Callable[[list[int]], Tensor],
+    logits_of: Callable[[list[int]], Tensor],
     choose: Callable[[int, Tensor], Tensor],
     threshold: float | None = None,
 ) -> Tensor:
     """Fill in the masks of ``blocks``, token ids ``[1 + k]`` of anchor and positions, in place, the most confident first.
 
-    ``look(indices)`` returns the logits ``[Σ k, V]`` of all positions of the given blocks. ``choose(index, logits [k, V])``
+    ``logits_of(indices)`` returns the logits ``[Σ k, V]`` of all positions of the given blocks. ``choose(index, logits [k, V])``
     returns a token for each position of one block. Each step reveals as many positions as the schedule says. With a
     ``threshold`` it also reveals those whose most likely token has a higher probability. A full block is skipped. Returns the
     logits of the first step.
@@ -55,11 +55,11 @@ def denoise(
     counts = [reveal_counts(size, num_steps, schedule) for size in sizes]
     masked = [torch.ones(size, dtype=torch.bool) for size in sizes]
     left = list(range(len(blocks)))
-    first = logits = look(left)
+    first = logits = logits_of(left)
     sure = math.inf if threshold is None else math.log(threshold)
     for step in range(num_steps):
         if step:
-            logits = look(left)
+            logits = logits_of(left)
         for index, rows in zip(left, torch.split(logits, [sizes[index] for index in left]), strict=True):
             tokens = choose(index, rows).cpu()
             confidence = rows.float().log_softmax(dim=-1).amax(dim=-1).cpu()

@@ -6,7 +6,7 @@ text alone, so verifying it by comparing choices is lossless (``decode/verify.py
 
 from collections.abc import Sequence
 
-MOST_FOUND = 31
+MOST_LOOKUP_TOKENS = 31
 """Most tokens that are worth verifying at once."""
 MOST_AGREED = 16
 """Most tokens before a match that are compared; more do not improve the prediction."""
@@ -14,7 +14,7 @@ KEY = 3
 """Length of the n-gram that must match: a shorter one hardly predicts what follows, a longer one is seldom found."""
 CERTAIN = 0.9999
 """Confidence of a token that a grammar forces."""
-_SURE = [n / (n + 1) for n in range(MOST_AGREED + MOST_FOUND)]  # confidence of a token after n matching ones
+_SURE = [n / (n + 1) for n in range(MOST_AGREED + MOST_LOOKUP_TOKENS)]  # confidence of a token after n matching ones
 _COMPARED = 8  # number of recent matches that are compared
 
 
@@ -52,12 +52,12 @@ class Lookup:
         return (following * (most // len(following) + 1))[:most], agreed
 
 
-def found_confidence(agreed: int, count: int) -> list[float]:
+def match_confidence(agreed: int, count: int) -> list[float]:
     """Return the confidence of each of ``count`` lookup tokens after ``agreed`` matching ones: n / (n + 1) after n."""
     return _SURE[agreed : agreed + count]
 
 
-def right_so_far(found: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
-    """Return which tokens of ``found`` were right, up to the first wrong one, given that ``token_ids`` follow."""
-    marks = [one == other for one, other in zip(found, token_ids, strict=False)]
+def right_so_far(proposed: Sequence[int], token_ids: Sequence[int]) -> list[bool]:
+    """Return which of the tokens ``proposed`` were right, up to the first wrong one, given that ``token_ids`` follow."""
+    marks = [one == other for one, other in zip(proposed, token_ids, strict=False)]
     return marks[: marks.index(False) + 1] if False in marks else marks

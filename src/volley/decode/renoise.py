@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, read_together
+from volley.decode.canvas import Canvas, CanvasOutput, CoupledNoise, Denoiser, read_together
 from volley.decode.sampling import PositionNoise, draw, likeliest, token_probs
 from volley.memory.device import most_together
 from volley.memory.upload import upload
@@ -32,65 +32,68 @@ class Renoise(Denoiser):
         canvas.tokens[: len(given)] = torch.tensor(given, dtype=torch.long)
         return canvas
 
-    def step(self, look: Look) -> Tensor:
-        return self.step_together([look])[0]
+    def step(self, output: CanvasOutput) -> Tensor:
+        return self.step_together([output])[0]
 
-    def step_together(self, looks: Sequence[Look]) -> list[Tensor]:
+    def step_together(self, outputs: Sequence[CanvasOutput]) -> list[Tensor]:
         """Process the rows of neighbouring canvases of equal length together; only the draws are per canvas.
 
         All slots get their tokens when the canvas is done, and none before.
         """
         decided = list[Tensor]()
-        for length, alike in groupby(looks, key=lambda look: len(look.canvas)):
+        for length, alike in groupby(outputs, key=lambda output: len(output.canvas)):
             canvases = list(alike)
             self._step_alike(canvases)
             slots, none = torch.arange(length), torch.zeros(length, dtype=torch.bool)
-            decided += [slots >= look.canvas.num_given if look.canvas.done else none for look in canvases]
+            decided += [slots >= output.canvas.num_given if output.canvas.done else none for output in canvases]
         return decided
 
-    def _step_alike(self, looks: list[Look]) -> None:
+    def _step_alike(self, outputs: list[CanvasOutput]) -> None:
         """Apply a pass to canvases of one length L, whose rows are ``[N, L, V]``."""
-        heat = upload(temperatures(looks), looks[0].logits.device)[:, None, None]
-        logits = torch.stack([look.logits for look in looks]).div_(heat)
+        heat = upload(temperatures(outputs), outputs[0].logits.device)[:, None, None]
+        logits = torch.stack([output.logits for output in outputs]).div_(heat)
         best = candidates = likeliest(logits.flatten(0, 1)).view(logits.shape[:-1])
-        if any(look.sampling.temperature > 0 for look in looks):
-            candidates = _drawn(looks, logits, best)
+        if any(output.sampling.temperature > 0 for output in outputs):
+            candidates = _drawn(outputs, logits, best)
         entropy = torch.cat([_entropy(rows) for rows in _parts(logits.flatten(0, 1))]).view_as(best)
         best, candidates, entropy = read_together(best, candidates, entropy)
         random = torch.stack(
-            [own.noise.tokens(own.canvas.start, own.canvas.step + 1, len(own.canvas), self.vocab_size) for own in looks]
+            [
+                own.noise.tokens(own.canvas.start, own.canvas.step + 1, len(own.canvas), self.vocab_size)
+                for own in outputs
+            ]
         )
-        renoised = torch.where(accept(entropy, [look.params for look in looks]), candidates, random)
-        sure = _are_sure(entropy, looks)
+        renoised = torch.where(accept(entropy, [output.params for output in outputs]), candidates, random)
+        sure = _are_sure(entropy, outputs)
         confidence = (-entropy).exp()  # the tokens are drawn from flat distributions
-        rows = zip(looks, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
-        for look, is_sure, own_best, own_new, own_confidence, own_logits in rows:
-            canvas, params = look.canvas, look.params
+        rows = zip(outputs, sure, *(own.unbind() for own in (best, renoised, confidence, logits)), strict=True)
+        for output, is_sure, own_best, own_new, own_confidence, own_logits in rows:
+            canvas, params = output.canvas, output.params
             given, wanted = canvas.tokens[: canvas.num_given], params.stability_threshold or 0
             canvas.step += 1
             canvas.done = canvas.step == params.max_steps or (is_sure and is_stable(canvas.history, own_best, wanted))
             canvas.history = [*canvas.history, own_best][-max(1, wanted) :]
-            canvas.tokens = _result(look, own_best) if canvas.done else own_new
+            canvas.tokens = _result(output, own_best) if canvas.done else own_new
             canvas.tokens[: canvas.num_given] = given
             canvas.confidence = own_confidence
             canvas.predicted = None if canvas.done else own_logits
 
 
-def _result(look: Look, best: Tensor) -> Tensor:
+def _result(output: CanvasOutput, best: Tensor) -> Tensor:
     """Return the most likely tokens ``[L]``; for a sampled draft, the tokens that its verifier would draw in the last pass."""
-    if look.sampling.temperature == 0 or not isinstance(look.noise, CoupledNoise):
+    if output.sampling.temperature == 0 or not isinstance(output.noise, CoupledNoise):
         return best.clone()
-    law = torch.cat([token_probs(rows, look.sampling) for rows in _parts(look.logits)])
-    return look.noise.choose(law, look.canvas.start, look.canvas.step).cpu()
+    probs = torch.cat([token_probs(rows, output.sampling) for rows in _parts(output.logits)])
+    return output.noise.choose(probs, output.canvas.start, output.canvas.step).cpu()
 
 
-def temperatures(looks: Sequence[Look]) -> NDArray[np.float32]:
+def temperatures(outputs: Sequence[CanvasOutput]) -> NDArray[np.float32]:
     """Return the temperature of each pass, which falls from pass to pass; in fp32, as in transformers.
 
     A request's own temperature is a factor. At 0, where no candidate is drawn, the schedule is unchanged.
     """
-    found = np.empty(len(looks), dtype=np.float32)
-    for row, (canvas, _, sampling, params, _) in enumerate(looks):
+    found = np.empty(len(outputs), dtype=np.float32)
+    for row, (canvas, _, sampling, params, _) in enumerate(outputs):
         assert params.t_min is not None
         assert params.t_max is not None
         assert params.max_steps is not None
@@ -109,9 +112,9 @@ def accept(entropy: Tensor, params: Sequence[DiffusionParams]) -> Tensor:
     return torch.zeros_like(entropy, dtype=torch.bool).scatter(-1, order, before <= bounds)
 
 
-def _are_sure(entropy: Tensor, looks: Sequence[Look]) -> list[bool]:
+def _are_sure(entropy: Tensor, outputs: Sequence[CanvasOutput]) -> list[bool]:
     """Return for each canvas whether its mean entropy is low enough to end it."""
-    bounds = torch.tensor([look.params.confidence_threshold for look in looks], dtype=entropy.dtype)
+    bounds = torch.tensor([output.params.confidence_threshold for output in outputs], dtype=entropy.dtype)
     sure: list[bool] = (entropy.mean(dim=-1) < bounds).tolist()
     return sure
 
@@ -121,11 +124,11 @@ def is_stable(history: Sequence[Tensor], best: Tensor, wanted: int) -> bool:
     return len(history) >= wanted and all(torch.equal(best, past) for past in history[len(history) - wanted :])
 
 
-def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
+def _drawn(outputs: Sequence[CanvasOutput], logits: Tensor, best: Tensor) -> Tensor:
     """Return the candidates ``[N, L]``: draws, or the most likely tokens at temperature 0."""
     probs, found = logits.softmax(dim=-1), best.clone()
     rows, uniforms = list[int](), list[NDArray[np.float64]]()
-    for row, (canvas, _, sampling, _, noise) in enumerate(looks):
+    for row, (canvas, _, sampling, _, noise) in enumerate(outputs):
         if sampling.temperature == 0:
             continue
         _filter(probs[row], sampling)
@@ -136,7 +139,7 @@ def _drawn(looks: Sequence[Look], logits: Tensor, best: Tensor) -> Tensor:
             rows.append(row)
             uniforms.append(own)
     if rows:
-        weights = probs if len(rows) == len(looks) else probs[rows]
+        weights = probs if len(rows) == len(outputs) else probs[rows]
         found[rows] = draw(weights.flatten(0, 1), np.concatenate(uniforms)).view(len(rows), -1)
     return found
 

@@ -32,7 +32,7 @@ class Phase(Enum):
 class Shape(Enum):
     CHAIN = "chain"
     TREE = "tree"
-    COPY = "copy"
+    LOOKUP = "lookup"
     """Tokens from prompt lookup (``decode/lookup.py``)."""
 
 
@@ -172,10 +172,10 @@ class Work(Generic[R]):
     phase: Phase = Phase.DECODE
     num_known: int = 1
     """Number of certain tokens that the target computes: a chunk of the prompt, or the anchor."""
-    found: list[int] = field(default_factory=list)
+    lookup_tokens: list[int] = field(default_factory=list)
     """Prompt-lookup tokens: those that a grammar forces, then those that followed the same text earlier. Empty if the policy
     does not use lookup."""
-    found_confidence: list[float] = field(default_factory=list)
+    lookup_confidence: list[float] = field(default_factory=list)
     num_fused: int = 0
     """Number of the spec's tokens that belong to a fused canvas. Behind a draft they are dropped if the pass has no budget for
     them."""
@@ -194,7 +194,7 @@ class Work(Generic[R]):
     """True if the target's logits, or what the rules made of them, are not finite although the pass held only certain tokens."""
     is_cut: bool = False
     """True if the verdict keeps fewer tokens than were accepted, because the next row is not finite
-    (:meth:`Speculative.absorb`)."""
+    (:meth:`Speculative.verify`)."""
     scores: list[Score] = field(default_factory=list)
     """Scores of the verdict's tokens, if requested."""
 

@@ -17,6 +17,7 @@ from volley.models.targets.taps import Taps
 from volley.train.anchors import Blocks, build_blocks
 from volley.train.documents import Document, pad
 from volley.train.features import FrozenTarget
+from volley.train.losses import with_bias
 from volley.train.step import BlockForward
 
 MOST_ANCHORS = 128
@@ -110,8 +111,8 @@ def walk(
 
 
 class ReadText(NamedTuple):
-    """A text ``ids [1, T]`` whose answer begins at ``start``, as the target read it: features ``[1, T, taps · H]`` and final
-    states ``hidden [T, H]``."""
+    """Text ``ids [1, T]`` whose answer begins at ``start``, with the target's features ``[1, T, taps · H]`` and final states
+    ``hidden [T, H]``."""
 
     ids: Tensor
     start: int
@@ -185,11 +186,6 @@ def draft_states(
 def draft_logits(drafter: Drafter, target: FrozenTarget, states: Tensor) -> Tensor:
     """Return the drafter's logits ``[T, V]`` of its states ``[T, H]``."""
     return drafter.logits(states, lambda own: with_bias(own, target.head) @ target.head.t())
-
-
-def with_bias(states: Tensor, head: Tensor) -> Tensor:
-    """Append a column of ones to the states if the head holds a bias as its last column."""
-    return states if head.shape[1] == states.shape[1] else torch.nn.functional.pad(states, (0, 1), value=1.0)
 
 
 def target_logits(target: FrozenTarget, hidden: Tensor) -> Tensor:

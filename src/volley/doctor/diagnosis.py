@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from volley.chat import own_template, template_digest
-from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk, with_bias
+from volley.doctor.acceptance import MOST_ANCHORS, Walk, walk
 from volley.engine.chains import accepted_lengths, mean_length
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError
@@ -27,6 +27,7 @@ from volley.params import SamplingParams
 from volley.train.data import Row, encode_rows, prompt_ids, read_rows
 from volley.train.documents import Document
 from volley.train.features import FrozenTarget
+from volley.train.losses import with_bias
 from volley.train.options import LONGEST
 from volley.train.shape import choose_mask_token
 
@@ -399,7 +400,7 @@ def _draft_context(engine: Engine, token_ids: Sequence[int]) -> tuple[Tensor, in
     request = engine.add_request(list(token_ids), SamplingParams(max_tokens=2, ignore_eos=True))
     while request.num_output == 0:
         engine.step()
-    engine.core.sequences.settle()
+    engine.core.kv_manager.settle()
     layers = range(engine.core.draft_model.drafter.config.num_hidden_layers)
     store, table = engine.core.draft_model.store, request.draft_table
     found = [store.extract(layer, table, 0, len(token_ids)) for layer in layers]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from volley.config import CapacityConfig, DecodingConfig
-from volley.engine.states import draft_span, num_rings, ring_pages
+from volley.engine.kv_manager import draft_span, num_rings, ring_pages
 from volley.memory.device import Device, find_device, memory_bytes, peak_bytes
 from volley.memory.kv_store import bytes_per_token
 from volley.models.drafters.drafter import Drafter
@@ -60,7 +60,7 @@ def fit(
     given["max_running"] = running = config.max_running or most_running
     given["max_batch_tokens"] = batch = config.max_batch_tokens or most_tokens
     given["page_size"] = page_size = config.page_size or PAGE_SIZE
-    given["cuda_graphs"] = config.cuda_graphs and device.kind == "cuda"
+    given["cuda_graphs"] = config.cuda_graphs and device.type == "cuda"
     if config.kv_mib is not None:
         most = max(1, int(_RINGS_OF_KV * config.kv_mib * 2**20) // max(1, per_ring) - num_rings(0))
         if running > most:
@@ -91,7 +91,7 @@ def fit_engine(config: CapacityConfig, decoding: DecodingConfig, target: Target,
     page_size, device = config.page_size or _page_size(target.diffusion), find_device(target.device)
     if drafter is not None:
         own = bytes_per_token(decoding.draft_kv_dtype, drafter.kv_shapes, target.dtype)
-        span = draft_span(drafter, decoding, cuda_graphs=config.cuda_graphs and device.kind == "cuda")
+        span = draft_span(drafter, decoding, cuda_graphs=config.cuda_graphs and device.type == "cuda")
         if span.window is None:
             per_token += own
         else:

@@ -3,14 +3,14 @@
 from typing import cast
 
 from volley.config import DecodingConfig
-from volley.engine.ahead import Ahead
+from volley.engine.async_launch import AsyncLaunch
 from volley.engine.capacity import Capacity
 from volley.engine.exactness import check_exact
+from volley.engine.kv_manager import DraftContext, DraftRing, KVManager, TargetPages, draft_span, num_rings, ring_pages
 from volley.engine.pacing import Pacing
 from volley.engine.recurrent import RecurrentStates, make_recurrent
 from volley.engine.runner import Runner
 from volley.engine.scheduler import Scheduler
-from volley.engine.states import DraftContext, DraftRing, Sequences, TargetPages, draft_span, num_rings, ring_pages
 from volley.errors import ConfigError
 from volley.memory.kv_cache import PagePool
 from volley.memory.kv_store import make_store
@@ -50,8 +50,8 @@ class EngineCore:
         """Drafter in use, bound to the target; ``None``: drafts come from prompt lookup or a given proposer."""
         self.recurrent: RecurrentStates | None = make_recurrent(target, capacity)
         states = [state for state in (drafts, self.recurrent) if state is not None]
-        self.sequences = Sequences(TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching), states)
-        self.scheduler = Scheduler(capacity, self.sequences)
+        self.kv_manager = KVManager(TargetPages(self.pool, store, prefix_caching=capacity.prefix_caching), states)
+        self.scheduler = Scheduler(capacity, self.kv_manager)
         spare = capacity.page_size * capacity.cuda_graphs
         self.runner: Runner = Runner(target, store, self.draft_model, self.recurrent, spare)
         try:
@@ -68,7 +68,7 @@ class EngineCore:
         except BaseException:
             self.runner.close()
             raise
-        self.ahead = Ahead(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
+        self.async_launch = AsyncLaunch(self.scheduler, self.runner, self.pacing, proposer, self.draft_model)
 
     def _num_slots(self, num_pages: int) -> int:
         """Return the number of K/V slots in ``num_pages`` pages, plus one scratch page if CUDA graphs are used."""
@@ -103,7 +103,7 @@ class EngineCore:
         costs.drafts_on_device = proposer is not None and proposer.drafts_on_device
         can_grow_trees = proposer is not None and proposer.can_grow_trees
         policy = self._make_policy(config, costs)
-        return Pacing(policy, costs, can_grow_trees=can_grow_trees, can_rest=self.sequences.can_rest)
+        return Pacing(policy, costs, can_grow_trees=can_grow_trees, can_suspend=self.kv_manager.can_suspend)
 
     def _make_policy(self, config: DecodingConfig, costs: Costs) -> Policy:
         policy = make_policy(self._policy_spec(config), self.drafter)

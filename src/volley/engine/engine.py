@@ -18,10 +18,10 @@ from volley.decode.grammars import Grammars
 from volley.decode.work import Proposal, Verdict
 from volley.engine.capacity import fit_engine
 from volley.engine.core import EngineCore
-from volley.engine.holdings import report_memory
-from volley.engine.overlap import Overlap
+from volley.engine.deferred_work import DeferredWork
+from volley.engine.kv_manager import Snapshot
+from volley.engine.memory import report_memory
 from volley.engine.requests import check_tokens, make_request
-from volley.engine.states import Snapshot
 from volley.engine.step import Step, Timings, accept, choose, conclude, propose
 from volley.errors import CapacityError, InputError
 from volley.files import REFERENCE
@@ -74,7 +74,7 @@ class Engine:
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.stop_token_ids)
         """Compiles the grammars of requests. A server calls it early, from other threads."""
         self.on_verified: list[OnVerified] = []
-        self.arrivals, self.overlap = Arrivals(), Overlap(target.device)
+        self.arrivals, self.deferred_work = Arrivals(), DeferredWork(target.device)
         self._timings, self._next_id = Timings(), 0
         self.procedure = Speculative(self.config)
         self.procedures = Procedures(target, self.procedure, self.capacity.max_batch_tokens)
@@ -135,11 +135,13 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one cycle of every scheduled request. Return the requests that ended."""
         self._timings, core = Timings(), self.core  # no seconds, if this step gives way to a prompt
-        step = core.scheduler.schedule(core.pacing, core.ahead.serves)  # who takes part, and with how many draft tokens
+        step = core.scheduler.schedule(
+            core.pacing, core.async_launch.serves
+        )  # who takes part, and with how many draft tokens
         if not step.works:
             return []
-        core.sequences.prepare(step)  # make the deferred draft K/V, if anything drafts
-        if not (is_launched := core.ahead.serve(step)):  # drafts and target pass were launched by the last step
+        core.kv_manager.prepare(step)  # make the deferred draft K/V, if anything drafts
+        if not (is_launched := core.async_launch.serve(step)):  # drafts and target pass were launched by the last step
             if core.pacing.gives_way(step):  # a prompt arrived, and is read first
                 return []
             propose(step, core.proposer)  # drafts, from the drafter or from prompt lookup
@@ -148,11 +150,11 @@ class Engine:
         core.pacing.trim(step)  # how many draft tokens are worth verifying
         if not is_launched:
             core.runner.forward(step)  # one target pass: logits
-        self.overlap.run()  # detokenize the step before, while a GPU works
+        self.deferred_work.run()  # detokenize the step before, while a GPU works
         readings = choose(step)  # the target's tokens, on the device
-        core.ahead.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
+        core.async_launch.launch(step, readings)  # on a GPU: the next passes, before the host waits for these tokens
         accept(step, readings)  # verdicts: accepted tokens, and K/V to keep
-        core.sequences.keep(step)  # every state advanced, rolled back and published
+        core.kv_manager.keep(step)  # every state advanced, rolled back and published
         core.pacing.observe(step)  # what the policy learns
         ended = self.commit(step)  # tokens, texts and statistics of the requests
         core.pacing.time(step)  # what the cost tables learn
@@ -169,7 +171,7 @@ class Engine:
             for work in step.works:
                 try:
                     if conclude(step, work, now):
-                        self.overlap.write(work.request)
+                        self.deferred_work.write(work.request)
                         for listener in self.on_verified:
                             listener(work.request, work.proposal, work.verdict)
                     if work.request.finish_reason is not None:
@@ -185,7 +187,7 @@ class Engine:
 
     def _end(self, request: Request) -> None:
         if request.failure is not None:
-            self.core.sequences.withdraw(request)
+            self.core.kv_manager.withdraw(request)
         self.core.scheduler.finish(request)
         self.policy.end(request.request_id)
         request.rules, request.canvas = (), None  # some hold tensors as long as the vocabulary
@@ -297,7 +299,7 @@ class Engine:
         """Return the target's logits ``[V]`` (fp32) for the token after ``token_ids``, computed in a separate pass."""
         asked = self.procedures.plain.ask_next(token_ids)
         table, size = BlockTable(self.core.pool.page_size), len(asked)
-        self.core.ahead.forget()  # the launched pages may be free now, and taken here
+        self.core.async_launch.forget()  # the launched pages may be free now, and taken here
         self.core.pool.check_fits(size)
         if not self.core.pool.grow(table, size):
             raise CapacityError("no pages are free for that many tokens now; finish or abort requests first")
@@ -392,8 +394,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes. Running requests keep theirs."""
-        self.core.sequences.forget()
+        self.core.kv_manager.forget()
 
     def check_integrity(self) -> None:
         """Recount every page; raise ``AssertionError`` if a count is wrong."""
-        self.core.sequences.check_integrity([*self.core.scheduler.running, *self.core.scheduler.waiting])
+        self.core.kv_manager.check_integrity([*self.core.scheduler.running, *self.core.scheduler.waiting])

@@ -1,9 +1,9 @@
-"""Connects the engine to its policy: asks it before and after drafting, and reports results to it and to the cost tables."""
+"""Connect the engine to its policy: ask it before and after drafting, and report results to it and to the cost tables."""
 
 import time
 from collections.abc import Sequence
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.decode.work import NO_DRAFT, Phase, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
@@ -13,9 +13,10 @@ from volley.procedures.request import Request
 
 
 class Pacing:
-    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_rest: bool = False) -> None:
-        """Connect ``policy`` to ``costs``. ``can_rest`` is True if drafts work without draft K/V for the whole context."""
-        self.policy, self.costs, self.can_grow_trees, self.can_rest = policy, costs, can_grow_trees, can_rest
+    def __init__(self, policy: Policy, costs: Costs, *, can_grow_trees: bool, can_suspend: bool = False) -> None:
+        """Connect ``policy`` to ``costs``. ``can_suspend`` is True if drafting can resume after tokens without
+        draft K/V."""
+        self.policy, self.costs, self.can_grow_trees, self.can_suspend = policy, costs, can_grow_trees, can_suspend
         self._may_give_way = True
         self._num_timed = 0
 
@@ -28,22 +29,22 @@ class Pacing:
             if view is not None:
                 view.max_nodes = view.max_nodes if self.can_grow_trees else 0
                 if self.policy.uses_lookup and request.length != request.plain_at:
-                    found[-1] = request.find(min(MOST_FOUND, request.remaining - 1))
-                    view.found = found[-1][1]
+                    found[-1] = request.find(min(MOST_LOOKUP_TOKENS, request.remaining - 1))
+                    view.lookup_confidence = found[-1][1]
         asked = [view for view in views if view is not None]
         specs = iter(self.policy.decide(asked, under_way) if asked else [])
         works = []
         for request, view, (tokens, sure) in zip(requests, views, found, strict=True):
             work = request.procedure.next_work(request, NO_DRAFT if view is None else next(specs))
-            work.found, work.found_confidence = tokens, sure
+            work.lookup_tokens, work.lookup_confidence = tokens, sure
             work.may_stay_on_device = request.procedure.reads_on_device and not self.policy.cuts(work.spec)
             works.append(work)
         return works
 
-    def let_rest(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
+    def suspend_drafting(self, works: Sequence[Work[Request]], running: Sequence[Request], under_way: int) -> None:
         """Set which requests of ``works`` suspend drafting: no draft K/V are made for their tokens."""
-        if self.can_rest:
-            every = self.policy.keeps_up({request.params.temperature > 0 for request in running}, under_way)
+        if self.can_suspend:
+            every = self.policy.draft_kv_every({request.params.temperature > 0 for request in running}, under_way)
             for work in works:
                 is_kept = every == 1 or (every > 0 and work.request.request_id % every == 0)
                 is_followed = work.request.procedure.is_followed(work.request.params)

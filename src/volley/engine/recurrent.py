@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from volley.decode.work import Phase, Work
 from volley.engine.capacity import Capacity
-from volley.engine.states import SequenceState
+from volley.engine.kv_manager import StateManager
 from volley.engine.step import Step
 from volley.memory.batch import RaggedBatch
 from volley.memory.recurrent_pass import RecurrentPass, Wanted
@@ -40,7 +40,7 @@ class _Held:
     """Page hash of the newest snapshot of its answer; a later snapshot replaces it."""
 
 
-class RecurrentStates(SequenceState):
+class RecurrentStates(StateManager):
     """Recurrent states of requests and cached prefixes. It must be last among an engine's states, because it needs to know how
     far pages matched."""
 
@@ -56,7 +56,7 @@ class RecurrentStates(SequenceState):
         """Number of slots that requests hold."""
         return self.store.num_slots - len(self._free) - len(self.snapshots)
 
-    # -- SequenceState -------------------------------------------------------------------------------------------------
+    # -- StateManager -------------------------------------------------------------------------------------------------
     def match_prefix(self, request: Request, most: int) -> int:
         held = self._held[request.request_id] = _Held()
         for pages in range(most // self.page_size, 0, -1):

@@ -63,7 +63,7 @@ def make_request(
         table=table,
         draft_table=table,
         procedure=procedure,
-        room=pool.num_pages * pool.page_size,
+        pool_slots=pool.num_pages * pool.page_size,
         rules=rules,
     )
 

@@ -16,7 +16,7 @@ from volley.memory.graphs import MOST_ROWS, StaticPasses, static_passes
 from volley.memory.kv_store import KVStore
 from volley.memory.upload import upload_indices
 from volley.models.drafters.draft_model import DraftModel
-from volley.models.layers.residency import trimmed
+from volley.models.layers.host_memory import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     def give(self, step: Step) -> None:
         """Store the outputs in ``step``, with features only if some request of it drafts."""
         step.batch, step.logits, features = self
-        step.features = features if step.awake else None
+        step.features = features if step.unsuspended else None
 
     def only(self, rows: Sequence[int], segments: list[Segment]) -> "Pass":
         """Return the outputs of ``rows``, all of which have logits, as the outputs of ``segments``."""
@@ -113,7 +113,7 @@ class Runner:
                 self._denoised = step.batch
             if self.recurrent is not None:
                 step.recurrent = self.recurrent.start(step.batch, step.works)
-            taps = self._taps if step.awake else None
+            taps = self._taps if step.unsuspended else None
             logits = self.target.forward(step.batch, self.store, choosing, taps, step.recurrent)
             step.logits = logits[: len(rows)]
             if taps is not None:

@@ -18,19 +18,19 @@ from operator import attrgetter
 
 from volley.decode.work import Phase, Shape, Work
 from volley.engine.capacity import Capacity
+from volley.engine.kv_manager import KVManager
 from volley.engine.pacing import Pacing
-from volley.engine.states import Sequences
 from volley.engine.step import Step
 from volley.procedures.request import Request
 
 
 class Scheduler:
     def __init__(
-        self, capacity: Capacity, sequences: Sequences, clock: Callable[[], float] = time.perf_counter
+        self, capacity: Capacity, kv_manager: KVManager, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.capacity = capacity
         self._clock = clock
-        self.sequences = sequences
+        self.kv_manager = kv_manager
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Running requests. Both queues are ordered: the first request is served first."""
@@ -90,7 +90,7 @@ class Scheduler:
             self._share_out(works)
         self._grow_others(works)
         assert works or not self.has_work, "a pool that fits every single request always schedules one"
-        pacing.let_rest(works, self.running, under_way)
+        pacing.suspend_drafting(works, self.running, under_way)
         return Step(works, pacing.policy.uses_confidence, started)
 
     def _are_prompts_due(self, now: float) -> bool:
@@ -110,7 +110,7 @@ class Scheduler:
             request = next((own for own in self.waiting if not self._is_held(own)), None)
             if request is None:
                 break
-            if not self.sequences.admit(request, self._first_reach(request, pacing.policy.block_size)):
+            if not self.kv_manager.admit(request, self._first_reach(request, pacing.policy.block_size)):
                 break
             self.waiting.remove(request)
             insort_right(self.running, request, key=_priority)
@@ -147,15 +147,15 @@ class Scheduler:
         behind it.
         """
         self.step += 1
-        most = room = self.capacity.max_batch_tokens
+        most = budget = self.capacity.max_batch_tokens
         waiting = set[Request]()
         canvases = [work for work in works if work.phase in (Phase.DENOISE, Phase.COMMIT, Phase.VERIFY)]
         for work in sorted(canvases, key=attrgetter("request.params.priority", "request.denoised_at")):
-            has_room = work.num_tokens <= room or room == most
-            if work.phase is Phase.VERIFY and not has_room:
-                work.spec, work.num_fused, has_room = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
-            if has_room:
-                room -= work.num_tokens
+            fits = work.num_tokens <= budget or budget == most
+            if work.phase is Phase.VERIFY and not fits:
+                work.spec, work.num_fused, fits = replace(work.spec, size=work.spec.size - work.num_fused), 0, True
+            if fits:
+                budget -= work.num_tokens
                 work.request.denoised_at = self.step
             else:
                 waiting.add(work.request)
@@ -172,7 +172,7 @@ class Scheduler:
         if request not in self.running:  # it was preempted in this step
             return 0
         chain = work.spec.size if work.spec.shape is Shape.CHAIN else work.spec.positions
-        while not self.sequences.reserve(request, request.computed + work.num_known + chain):
+        while not self.kv_manager.reserve(request, request.computed + work.num_known + chain):
             victim = self.running[-1]
             self.preempt(victim)
             works[:] = [other for other in works if other.request is not victim]
@@ -196,21 +196,21 @@ class Scheduler:
         for work in works:
             if work.spec.shape is not Shape.CHAIN:
                 request = work.request
-                work.spec = work.spec.cut(self.sequences.pages.room(request) - request.length)
-                grown = self.sequences.reserve(request, request.length + work.spec.size)
-                assert grown, "there was room"
+                work.spec = work.spec.cut(self.kv_manager.pages.capacity(request) - request.length)
+                grown = self.kv_manager.reserve(request, request.length + work.spec.size)
+                assert grown, "the spec was cut to the free pages"
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages. It waits ahead of all others of its priority."""
         self.running.remove(request)
-        self.sequences.release(request)
+        self.kv_manager.release(request)
         request.stats.preemptions += 1
         insort_left(self.waiting, request, key=_priority)
 
     def begin_anew(self) -> list[Request]:
         """Preempt all running requests after a step that failed. Return those that cannot go on: ended, failed or torn."""
         for request in self.waiting:
-            self.sequences.release(request)  # pages that a failed admission gave it
+            self.kv_manager.release(request)  # pages that a failed admission gave it
         for request in self.running[::-1]:
             self.preempt(request)
             request.canvas = None  # its pass may be half done
@@ -221,7 +221,7 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        self.sequences.release(request)
+        self.kv_manager.release(request)
 
 
 def _read(request: Request, budget: int) -> Work[Request]:

@@ -3,9 +3,9 @@
 import time
 
 from volley.cores import shared_cores
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.engine.engine import Engine
-from volley.engine.holdings import static_passes_of
+from volley.engine.memory import static_passes_of
 from volley.memory.graphs import MOST_ROWS, MOST_SEGMENTS
 from volley.policies.cost import MOST_TIMED
 
@@ -28,7 +28,7 @@ def warm_up(engine: Engine) -> tuple[int, float]:
     if policy.uses_costs:  # the policy also compares passes of many requests
         requests, drafted = MOST_SEGMENTS, max(drafted, MOST_TIMED)
     reach = min(REACH, engine.target.context_length, engine.core.pool.num_pages * engine.core.pool.page_size)
-    rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_FOUND if policy.uses_lookup else 1)
+    rows = max(policy.block_size, engine.config.tree_nodes or 1, 1 + MOST_LOOKUP_TOKENS if policy.uses_lookup else 1)
     if engine.core.runner.passes is not None:
         engine.core.runner.passes.warm_up(requests, rows, reach, causal=True)
         most = min(requests, MOST_BESIDE)
@@ -36,9 +36,11 @@ def warm_up(engine: Engine) -> tuple[int, float]:
         family = engine.target.diffusion
         if family is not None and (length := family.settings.canvas_length) is not None:
             # A pass that commits a canvas also holds the next canvas.
-            is_told = engine.target.takes_feedback
+            has_feedback = engine.target.takes_feedback
             least = -(-length // 2)  # a bucket for four requests has fewer rows for each of three
-            engine.core.runner.passes.warm_up(requests, 2 * length, reach, causal=False, least=least, is_told=is_told)
+            engine.core.runner.passes.warm_up(
+                requests, 2 * length, reach, causal=False, least=least, has_feedback=has_feedback
+            )
     if engine.core.proposer is not None and engine.core.proposer.passes is not None and policy.block_size > 1:
         engine.core.proposer.passes.warm_up(requests, drafted, reach, causal=False)
     seconds = time.perf_counter() - started

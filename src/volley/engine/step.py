@@ -66,8 +66,8 @@ class Step:
     requests."""
 
     @property
-    def awake(self) -> list[Work[Request]]:
-        """Works whose drafting is not suspended."""
+    def unsuspended(self) -> list[Work[Request]]:
+        """Works that get draft K/V: the drafting of their requests is not suspended."""
         return [work for work in self.works if not work.request.drafting_suspended]
 
     @property
@@ -92,8 +92,8 @@ def propose(step: Step, drafter: Proposer | None) -> None:
             is_read = work.phase is Phase.PREFILL and work.request.computed + work.num_known == work.request.length
             if is_read and drafter is not None:
                 drafter.see(work.request.token_ids)
-            if work.spec.shape is Shape.COPY:  # found before the policy decided, because it weighs what was found
-                work.proposal = Proposal(work.found[: work.spec.size])
+            if work.spec.shape is Shape.LOOKUP:  # found before the policy decided, because it weighs what was found
+                work.proposal = Proposal(work.lookup_tokens[: work.spec.size])
         if drafting:
             assert drafter is not None, "a policy drafts nothing without a drafter"
             step.timings.walk = drafter.propose(drafting, with_confidence=step.with_confidence)
@@ -107,7 +107,7 @@ def choose(step: Step) -> list[Reading]:
     readings: list[Reading] = []
     with step.timings.count("verify"):
         for procedure, members in group_by(step.works, lambda work: work.request.procedure).items():
-            reading = procedure.absorb([step.works[index] for index in members], step.logits)
+            reading = procedure.verify([step.works[index] for index in members], step.logits)
             if reading is not None:
                 readings.append(reading)
     return readings

@@ -105,7 +105,7 @@ class RaggedBatch:
         if positions is None:
             positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
         self.positions = positions
-        self.told: tuple[Tensor, Tensor] | None = None
+        self.static_feedback: tuple[Tensor, Tensor] | None = None
         """Self-conditioning input in static buffers, instead of the segments' ``feedback``: which tokens have it ``[T]``
         (boolean), and its values ``[T, H]``."""
         self.plans: dict[object, object] = {}
@@ -118,20 +118,20 @@ class RaggedBatch:
         token_ids: Sequence[int],
         rows: Sequence[int],
         device: torch.device,
-        late: Mapping[int, Tensor] | None = None,
+        on_device: Mapping[int, Tensor] | None = None,
     ) -> tuple[Self, Tensor]:
         """Make a batch of ``token_ids [T]``, and indices of some of its ``rows``, in one copy to ``device``.
 
-        ``late`` are runs of tokens that are only on the device, by the row at which each begins. ``token_ids`` is ignored
-        there.
+        ``on_device`` holds runs of tokens that are only on the device, by the row at which each begins. ``token_ids`` is
+        ignored there.
         """
         positions = torch.cat([segment.positions() for segment in segments]).numpy()
         arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
-        if not late:
+        if not on_device:
             tokens, places, chosen = upload_together(arrays, device)
             return cls(segments, tokens, places), chosen
-        tokens, places, chosen, order = upload_together([*arrays, late_order(len(token_ids), late)], device)
-        return cls(segments, torch.cat([tokens, *late.values()]).index_select(0, order), places), chosen
+        tokens, places, chosen, order = upload_together([*arrays, token_order(len(token_ids), on_device)], device)
+        return cls(segments, torch.cat([tokens, *on_device.values()]).index_select(0, order), places), chosen
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -171,9 +171,9 @@ def made_up_tokens(count: int) -> list[int]:
     return [number % 16 for number in range(count)]
 
 
-def late_order(num_tokens: int, late: Mapping[int, Tensor]) -> NDArray[np.int64]:
-    """Return the index of each token of a batch ``[num_tokens]`` in the tokens of the host followed by the runs of ``late``."""
+def token_order(num_tokens: int, on_device: Mapping[int, Tensor]) -> NDArray[np.int64]:
+    """Return the index ``[num_tokens]`` of each token of a batch in the host's tokens followed by the runs of ``on_device``."""
     order, known = np.arange(num_tokens), num_tokens
-    for row, run in late.items():
+    for row, run in on_device.items():
         order[row : row + len(run)] = range(known, known := known + len(run))
     return order

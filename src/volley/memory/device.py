@@ -16,8 +16,8 @@ from volley.errors import ConfigError
 class Device:
     """Facts about a device that defaults depend on."""
 
-    kind: str
-    """Device type in torch: cpu, cuda, …"""
+    type: str
+    """Type of the torch device: cpu, cuda, …"""
     free_bytes: int | None = None
     """Memory that can be allocated now; ``None`` on a CPU, whose memory is shared."""
 

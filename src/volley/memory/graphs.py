@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from volley.memory.batch import RaggedBatch, Segment, late_order, made_up_tokens
+from volley.memory.batch import RaggedBatch, Segment, made_up_tokens, token_order
 from volley.memory.device import reserved_bytes
 from volley.memory.kernels import launching
 from volley.memory.kv_cache import BlockTable
@@ -46,11 +46,11 @@ class Bucket(NamedTuple):
     rows: int
     parts: int
     """Number of parts of keys, each with a separate program."""
-    is_told: bool = False
+    has_feedback: bool = False
     """True if segments may have self-conditioning input."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], least: int = 1, *, is_told: bool = False) -> Self | None:
+    def of(cls, lengths: Sequence[int], least: int = 1, *, has_feedback: bool = False) -> Self | None:
         """Return the smallest bucket, of one part, for segments of ``lengths``; ``None`` if there are too many rows or
         segments.
 
@@ -59,7 +59,7 @@ class Bucket(NamedTuple):
         segments = 1 << (len(lengths) - 1).bit_length()
         wanted = max(sum(lengths), segments * least if segments * least <= FREE_ROWS else 0)
         rows = next((segments * size for size in _SIZES if segments * size >= wanted), MOST_ROWS + 1)
-        return cls(segments, rows, 1, is_told) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
+        return cls(segments, rows, 1, has_feedback) if segments <= MOST_SEGMENTS and rows <= MOST_ROWS else None
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class _Input:
     """Slots ``[rows]`` to which K/V are written."""
     chosen: Tensor
     """Rows ``[rows]`` whose outputs are wanted."""
-    told: Tensor
+    feedback_flags: Tensor
     """Flags ``[rows]``: 1 for rows with self-conditioning input, else 0."""
     segments: Tensor
     tiles: list[Tensor]
@@ -97,10 +97,12 @@ class _Input:
 
         sources = part(4 * rows).view(torch.int64)
         order, positions, origins, slots, chosen = (part(2 * rows).view(torch.int64) for _ in range(5))
-        told = part(rows)
+        feedback_flags = part(rows)
         segments = part(7 * (bucket.segments + 2)).view(-1, 7)
         tiles = [part(4 * num_tiles(bucket, tiling)).view(-1, 4) for tiling in tilings]
-        return cls(sources, order, positions, origins, slots, chosen, told, segments, tiles, cells=buffer[at:])
+        return cls(
+            sources, order, positions, origins, slots, chosen, feedback_flags, segments, tiles, cells=buffer[at:]
+        )
 
 
 def num_tiles(bucket: Bucket, tiling: Tiling) -> int:
@@ -158,7 +160,7 @@ class StaticPasses:
         segments: Sequence[Segment],
         token_ids: Sequence[int],
         rows: Sequence[int],
-        late: Mapping[int, Tensor] | None = None,
+        on_device: Mapping[int, Tensor] | None = None,
         moved: Tensor | None = None,
         *,
         may_capture: bool = True,
@@ -173,8 +175,8 @@ class StaticPasses:
         if moved is not None and self.device.type == "cpu":  # attention reads the segments there
             segments = [replace(own, start=own.start + by) for own, by in zip(segments, moved.tolist(), strict=True)]
             moved = None
-        is_told = any(segment.feedback is not None for segment in segments)
-        bucket = Bucket.of([segment.length for segment in segments], self._least, is_told=is_told)
+        has_feedback = any(segment.feedback is not None for segment in segments)
+        bucket = Bucket.of([segment.length for segment in segments], self._least, has_feedback=has_feedback)
         if bucket is None:
             return None
         static = self._inputs.get(bucket)
@@ -184,19 +186,19 @@ class StaticPasses:
             static = self._inputs[bucket] = _Input.of(self._buffer, bucket, self.tilings)
         self._batch = self._filled_up(segments, static)
         margin = 0 if moved is None else segments[0].length
-        host, parts = self._described(bucket, static, token_ids, rows, late or {}, margin)
+        host, parts = self._described(bucket, static, token_ids, rows, on_device or {}, margin)
         with_parts = bucket._replace(parts=parts)
         if len(host) > len(self._buffer) or not (with_parts in self._replays or may_capture):
             return None
         refill(self._buffer, host)
-        if late:
-            each = list(late.values())
+        if on_device:
+            each = list(on_device.values())
             runs = each[0] if len(each) == 1 else torch.cat(each)
             static.sources[bucket.rows : bucket.rows + len(runs)].copy_(runs)
         if moved is not None:
             self._move(static, segments, moved)
-        if is_told:
-            self._tell(segments)
+        if has_feedback:
+            self._write_feedback(segments)
         self._replay(with_parts, static)
         batch = RaggedBatch(list(segments), static.sources[: len(token_ids)], static.positions[: len(token_ids)])
         return batch, [output[: bucket.rows] for output in self._outputs]
@@ -212,7 +214,7 @@ class StaticPasses:
         for token in (1, 0):  # padding rows have token 0 as well, so K/V do not depend on which row is written last
             self(segments, [token], [0])
         found = [output[0].clone() for output in self._outputs]
-        self._run(self._inputs[bucket], is_told=False)
+        self._run(self._inputs[bucket], has_feedback=False)
         return all(_are_alike(own, output[0]) for own, output in zip(found, self._outputs, strict=True))
 
     def _move(self, static: _Input, segments: Sequence[Segment], moved: Tensor) -> None:
@@ -230,7 +232,7 @@ class StaticPasses:
             each = -(-length // tiling.tokens)
             tiles[: count * each].view(count, each, 4)[:, :, 3].add_(by)
 
-    def _tell(self, segments: Sequence[Segment]) -> None:
+    def _write_feedback(self, segments: Sequence[Segment]) -> None:
         assert self._feedback is not None
         end = 0
         for segment in segments:
@@ -239,17 +241,17 @@ class StaticPasses:
                 self._feedback[end - len(segment.feedback) : end].copy_(segment.feedback)
 
     def made_up(
-        self, lengths: Sequence[int], context: int, *, causal: bool, is_told: bool = False
+        self, lengths: Sequence[int], context: int, *, causal: bool, has_feedback: bool = False
     ) -> Callable[[], Tensor] | None:
         """Return a pass over made-up text that returns its first output; ``None`` if it is too large.
 
-        Segments of ``lengths`` come after ``context`` tokens each, and have self-conditioning input if ``is_told``. All of
-        them are on the scratch page.
+        Segments of ``lengths`` come after ``context`` tokens each, and have self-conditioning input if ``has_feedback``.
+        All of them are on the scratch page.
         """
         if Bucket.of(lengths, self._least) is None:
             return None
         segments = [Segment(self._scratch_table(context + length), context, length, causal) for length in lengths]
-        if is_told:
+        if has_feedback:
             assert self._feedback is not None
             segments = [replace(own, feedback=self._feedback[: own.length]) for own in segments]
         token_ids = made_up_tokens(sum(lengths))
@@ -262,11 +264,11 @@ class StaticPasses:
         return run
 
     def warm_up(
-        self, requests: int, rows: int, reach: int, *, causal: bool, least: int = 1, is_told: bool = False
+        self, requests: int, rows: int, reach: int, *, causal: bool, least: int = 1, has_feedback: bool = False
     ) -> None:
         """Run, and so capture, the buckets of up to ``requests`` with ``least`` to ``rows`` rows each.
 
-        Their context has up to ``reach`` tokens. ``is_told`` selects the buckets with self-conditioning input.
+        Their context has up to ``reach`` tokens. ``has_feedback`` selects the buckets with self-conditioning input.
         """
         rows = min(rows, MOST_ROWS)
         counts = [1 << i for i in range((min(requests, MOST_SEGMENTS) - 1).bit_length() + 1)]
@@ -278,7 +280,7 @@ class StaticPasses:
             for span in spans:
                 if self.is_refused:
                     return
-                run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal, is_told=is_told)
+                run = self.made_up(lengths, max(0, span - lengths[0]), causal=causal, has_feedback=has_feedback)
                 if run is not None:
                     run()
 
@@ -298,7 +300,7 @@ class StaticPasses:
         static: _Input,
         token_ids: Sequence[int],
         rows: Sequence[int],
-        late: Mapping[int, Tensor],
+        on_device: Mapping[int, Tensor],
         margin: int,
     ) -> tuple[Tensor, int]:
         """Fill a host buffer for the batch. Return it, and the number of parts that hold its keys and ``margin`` more."""
@@ -307,10 +309,10 @@ class StaticPasses:
         buffer = torch.zeros(len(self._buffer) - len(static.cells) + len(cells), dtype=torch.int32)
         host = _Input.of(buffer, bucket, self.tilings)
         _put(host.sources, token_ids)
-        _put(host.order, late_order(bucket.rows, late))
+        _put(host.order, token_order(bucket.rows, on_device))
         _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
         _put(host.origins, origin_array(segments, symmetric=any(tiling.symmetric for tiling in self.tilings)))
-        _put(host.told, np.concatenate([_is_told(segment) for segment in segments]))
+        _put(host.feedback_flags, np.concatenate([_feedback_flags(segment) for segment in segments]))
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))
         _put(host.chosen, rows)
         if described is not None:
@@ -330,7 +332,7 @@ class StaticPasses:
             plan = TiledBatch(tiles, static.segments, static.cells, static.positions, static.origins, bucket.parts)
             self._batch.plans[tiling] = plan
         if bucket not in self._replays:
-            run, before = partial(self._run, static, is_told=bucket.is_told), reserved_bytes(self.device)
+            run, before = partial(self._run, static, has_feedback=bucket.has_feedback), reserved_bytes(self.device)
             graph = launching.capture(run, self.device)
             self._replays[bucket] = graph or run
             self.num_graphs += graph is not None
@@ -339,11 +341,11 @@ class StaticPasses:
         self._replays[bucket]()
         self.num_runs += 1
 
-    def _run(self, static: _Input, *, is_told: bool) -> None:
+    def _run(self, static: _Input, *, has_feedback: bool) -> None:
         self._batch.token_ids = static.sources.index_select(0, static.order)
-        if is_told:
+        if has_feedback:
             assert self._feedback is not None
-            self._batch.told = static.told != 0, self._feedback[: len(static.told)]
+            self._batch.static_feedback = static.feedback_flags != 0, self._feedback[: len(static.feedback_flags)]
         for kept, output in zip(self._outputs, self._forward(self._batch, static.chosen), strict=True):
             kept[: len(output)].copy_(output)
 
@@ -389,7 +391,7 @@ def _are_alike(found: Tensor, expected: Tensor) -> bool:
     return bool((found.isfinite() == here).all() and (own - other).norm() <= _ALIKE * other.norm())
 
 
-def _is_told(segment: Segment) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _feedback_flags(segment: Segment) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return flags of the tokens of a segment that have self-conditioning input."""
     count = 0 if segment.feedback is None else len(segment.feedback)
     return np.repeat(np.array((0, 1), dtype=np.int32), (segment.length - count, count))

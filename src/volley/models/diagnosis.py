@@ -30,7 +30,7 @@ from volley.models.description import Diagnosis, memory_of, shape_of, weights_of
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.export import TargetShape
 from volley.models.gguf.file import GGUFFile, is_gguf
-from volley.models.layers.unfilled import unfilled
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.quantised.scheme import Quantisation, check_packages, quantisation_of
 from volley.models.quantised.stored_codes import agreeing
 from volley.models.targets.canvases import canvases
@@ -189,7 +189,7 @@ def _stored_tensors(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
 
 def _weight_problems(config: DrafterConfig, tensors: Mapping[str, StoredTensor]) -> list[str]:
     try:
-        with unfilled():
+        with empty_weights():
             expected = {
                 name: tuple(tensor.shape) for name, tensor in drafter_class(config)(config).state_dict().items()
             }

@@ -217,13 +217,13 @@ class Product:
             rows = rows.contiguous()
         out = torch.empty((len(rows), self.outputs), dtype=torch.bfloat16)
         if len(rows):
-            room = input_room(len(rows), self.inputs, min(of.group for of in self.formats))
+            buffers = input_buffers(len(rows), self.inputs, min(of.group for of in self.formats))
             functions().linear(
                 *(
                     byref(self.struct),
                     rows.data_ptr(),
                     rows.stride(0),
-                    *map(pointer, room),
+                    *map(pointer, buffers),
                     out.data_ptr(),
                     len(rows),
                 )
@@ -297,7 +297,7 @@ def _in_bf16(rows: Codes | Tensor) -> Tensor:
     return rows.dense().bfloat16() if isinstance(rows, Codes) else rows
 
 
-def input_room(rows: int, inputs: int, group: int) -> list[Tensor]:
+def input_buffers(rows: int, inputs: int, group: int) -> list[Tensor]:
     """Allocate buffers for packed inputs, in bf16 or in codes, and for the scales and sums of groups of codes."""
     return [
         torch.empty(rows * inputs, dtype=torch.bfloat16),

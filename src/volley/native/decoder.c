@@ -51,7 +51,7 @@ static const bf16 *norm(const bf16 *x, const float *weight, bf16 *out, int64_t t
     return out;
 }
 
-static Prepared room_of(const Scratch *scratch) { return (Prepared){scratch->values, scratch->scales, scratch->sums}; }
+static Prepared prepared_of(const Scratch *scratch) { return (Prepared){scratch->values, scratch->scales, scratch->sums}; }
 
 /* Add scratch->normed, the output of attention or MLP, to the states; norm it first if there is a weight. */
 static void add(const float *weight, bf16 *x, int64_t tokens, const Shape *shape, const Scratch *scratch) {
@@ -68,14 +68,14 @@ static void add(const float *weight, bf16 *x, int64_t tokens, const Shape *shape
 static void add_product(const Product *product, const bf16 *inputs, const float *weight, bf16 *x, int64_t tokens,
                         const Shape *shape, const Scratch *scratch) {
     int64_t at_once = !weight && shape->residual == 1.0f;
-    multiply(product, inputs, product->inputs, room_of(scratch), tokens, at_once ? x : scratch->normed, at_once);
+    multiply(product, inputs, product->inputs, prepared_of(scratch), tokens, at_once ? x : scratch->normed, at_once);
     if (!at_once) add(weight, x, tokens, shape, scratch);
 }
 
 /* Compute activation(gate) * up in scratch->active. */
 static void gate(const Product *gate_up, const bf16 *x, int64_t tokens, int64_t inner, const Shape *shape, const Scratch *scratch) {
     int64_t parts = (inner + 511) / 512;
-    multiply(gate_up, x, shape->hidden, room_of(scratch), tokens, scratch->gated, 0);
+    multiply(gate_up, x, shape->hidden, prepared_of(scratch), tokens, scratch->gated, 0);
 #pragma omp for schedule(static)
     for (int64_t part = 0; part < tokens * parts; part++) {
         int64_t row = part / parts, from = part % parts * 512, size = inner - from < 512 ? inner - from : 512;
@@ -128,7 +128,7 @@ static void mix_chosen(const Experts *experts, const bf16 *x, bf16 *out, int64_t
         for (int64_t i = 0; i < count; i++)
             memcpy(scratch->gathered + i * hidden, x + order[i] / chosen * hidden, hidden * sizeof(bf16));
         gate(experts->gate_up + e, scratch->gathered, count, experts->down[e].inputs, shape, scratch);
-        multiply(experts->down + e, scratch->active, experts->down[e].inputs, room_of(scratch), count, scratch->gathered, 0);
+        multiply(experts->down + e, scratch->active, experts->down[e].inputs, prepared_of(scratch), count, scratch->gathered, 0);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < count; i++) {
             float *sums = scratch->summed + order[i] / chosen * hidden, weight = scratch->weights[order[i]];
@@ -143,7 +143,7 @@ static void mix_chosen(const Experts *experts, const bf16 *x, bf16 *out, int64_t
 /* Choose each token's experts by their scores, and mix them. */
 static void mix(const Experts *experts, const bf16 *x, bf16 *out, int64_t tokens, const Shape *shape, const Scratch *scratch) {
     int64_t chosen = experts->chosen;
-    multiply(&experts->scores, x, shape->hidden, room_of(scratch), tokens, scratch->scores, 0);
+    multiply(&experts->scores, x, shape->hidden, prepared_of(scratch), tokens, scratch->scores, 0);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < tokens; row++)
         choose(experts, scratch->scores + row * experts->count, scratch->ids + row * chosen, scratch->weights + row * chosen);
@@ -183,7 +183,7 @@ static void run_layer(const Layer *layer, const Shape *shape, const Plan *plan, 
     AttentionCall call = {rows, keys, keys + heads->keys * heads->dim, layer->key_pool, layer->value_pool, scratch->mixed,
                           layer->sinks, width, heads->queries, heads->keys, heads->dim, shape->scale, shape->cap};
     const bf16 *read = norm(x, layer->before_attention, scratch->normed, tokens, shape);
-    multiply(&layer->project, read, shape->hidden, room_of(scratch), tokens, rows, 0);
+    multiply(&layer->project, read, shape->hidden, prepared_of(scratch), tokens, rows, 0);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < tokens; row++) {
         turn_row(rows + row * width, layer->query_norm, layer->key_norm, turns, row, heads);

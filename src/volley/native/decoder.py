@@ -20,7 +20,7 @@ from volley.native import (
     Turns,
     TurnsStruct,
     functions,
-    input_room,
+    input_buffers,
     pointer,
 )
 from volley.weights import STORED
@@ -203,7 +203,7 @@ class LayerWeights(Generic[P]):
         return self.project, self.output, self.gate_up, self.down, *scores
 
 
-class _Room:
+class _Workspace:
     """Buffers for the activations of layers, for the largest number of tokens so far."""
 
     def __init__(self, shape: LayerShape, routings: Sequence[Routing[Product]]) -> None:
@@ -216,11 +216,11 @@ class _Room:
             heads = shape.heads * shape.dim
             widest = max(shape.hidden, shape.inner, heads)
             widths = (shape.hidden, heads + 2 * shape.shared * shape.dim, heads, 2 * shape.inner, shape.inner)
-            room: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
-            room += input_room(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
+            buffers: list[Tensor | None] = [torch.empty(tokens * width, dtype=torch.bfloat16) for width in widths]
+            buffers += input_buffers(tokens, -(-widest // GROUP) * GROUP, min(of.group for of in STORED.values()))
             if self._routings:
-                room += self._of_experts(tokens)
-            self._tokens, self._struct, self._tensors = tokens, _Scratch(*map(pointer, room)), room
+                buffers += self._of_experts(tokens)
+            self._tokens, self._struct, self._tensors = tokens, _Scratch(*map(pointer, buffers)), buffers
         return self._struct
 
     def _of_experts(self, tokens: int) -> list[Tensor]:
@@ -247,12 +247,12 @@ class _StackedExperts:
         self.struct = _Experts(count, 0, 0, *map(addressof, self._arrays))
         self._shape = shape
 
-    def _mix(self, function: Callable[..., None], x: Tensor, room: _Scratch) -> Tensor:
+    def _mix(self, function: Callable[..., None], x: Tensor, scratch: _Scratch) -> Tensor:
         """Return the weighted sum of each token's experts."""
         x = x.contiguous()
         out = torch.empty_like(x)
         function(
-            *(addressof(self.struct), x.data_ptr(), out.data_ptr(), len(x)), byref(self._shape.struct), byref(room)
+            *(addressof(self.struct), x.data_ptr(), out.data_ptr(), len(x)), byref(self._shape.struct), byref(scratch)
         )
         return out
 
@@ -265,11 +265,11 @@ class Experts(_StackedExperts):
         of = layer.routing
         super().__init__(layer.gate_up, layer.down, of.count, shape)
         self.struct.chosen, self.struct.normed, self.struct.scores = of.chosen, of.is_normed, of.scores.struct
-        self._room = _Room(shape, [of])
+        self._workspace = _Workspace(shape, [of])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts for normed states ``[T, H]``."""
-        return self._mix(functions().mix_experts, x, self._room.of(len(x)))
+        return self._mix(functions().mix_experts, x, self._workspace.of(len(x)))
 
 
 class ChosenExperts(_StackedExperts):
@@ -277,7 +277,7 @@ class ChosenExperts(_StackedExperts):
 
     def __init__(self, gate_up: Product, down: Product, count: int, activation: Activation) -> None:
         """Take the stacked weights of ``count`` experts, gate before up."""
-        self.gate_up, self.down, self._rooms = gate_up, down, dict[int, _Room]()
+        self.gate_up, self.down, self._workspaces = gate_up, down, dict[int, _Workspace]()
         shape = LayerShape(gate_up.inputs, 0, 0, 0, down.inputs, 0.0, 1.0, activation=activation)
         super().__init__(gate_up, down, count, shape)
         self._alone = Lock()  # engines that share a target may run in several threads
@@ -288,11 +288,13 @@ class ChosenExperts(_StackedExperts):
             return x
         ids, weights, chosen = ids.long().contiguous(), weights.float().contiguous(), ids.shape[1]
         with self._alone:
-            if chosen not in self._rooms:
-                self._rooms[chosen] = _Room(self._shape, [Routing(self.down, len(self._parts[0]), chosen, False)])
-            room = _Scratch.from_buffer_copy(self._rooms[chosen].of(len(x)))
-            room.ids, room.weights, self.struct.chosen = ids.data_ptr(), weights.data_ptr(), chosen
-            return self._mix(functions().mix_chosen_experts, x, room)
+            if chosen not in self._workspaces:
+                self._workspaces[chosen] = _Workspace(
+                    self._shape, [Routing(self.down, len(self._parts[0]), chosen, False)]
+                )
+            scratch = _Scratch.from_buffer_copy(self._workspaces[chosen].of(len(x)))
+            scratch.ids, scratch.weights, self.struct.chosen = ids.data_ptr(), weights.data_ptr(), chosen
+            return self._mix(functions().mix_chosen_experts, x, scratch)
 
 
 class Decoder:
@@ -316,7 +318,7 @@ class Decoder:
         of_queries = layers[0].query_norm
         self._struct = shape.struct
         self._struct.heads.whole = of_queries is not None and len(of_queries) != shape.dim
-        self._room = _Room(shape, [layer.routing for layer in layers if layer.routing is not None])
+        self._workspace = _Workspace(shape, [layer.routing for layer in layers if layer.routing is not None])
 
     def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], plans: Sequence[int]) -> None:
         """Set each layer's K and V pools ``[slots, shared, d]``, and its index of an attention plan of the pass."""
@@ -336,6 +338,11 @@ class Decoder:
         features = states.new_empty(len(states), len(tapped) * states.shape[1])
         functions().run_layers(
             *(self._array, len(self._layers), byref(self._struct), structs, of_turns, states.data_ptr()),
-            *(features.data_ptr(), (c_int64 * len(tapped))(*tapped), len(tapped), byref(self._room.of(len(states)))),
+            *(
+                features.data_ptr(),
+                (c_int64 * len(tapped))(*tapped),
+                len(tapped),
+                byref(self._workspace.of(len(states))),
+            ),
         )
         return features

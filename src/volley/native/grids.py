@@ -1,4 +1,4 @@
-"""Codes of GGUF's types of three bits and less, which pack several numbers together as a place in a grid.
+"""Codes of GGUF's types of three bits and less, which pack several numbers together as an index into a grid.
 
 The grids are those of the package ``gguf``. Codes are bytes in words of eight, looked up and given their signs at once.
 """

@@ -34,7 +34,7 @@ def in_large_pages(shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if not ON_LINUX or size < _LARGE:
         return torch.empty(shape, dtype=dtype)
-    room = torch.empty(size + _LARGE, dtype=torch.uint8)
-    own = room[-room.data_ptr() % _LARGE :][:size]
+    buffer = torch.empty(size + _LARGE, dtype=torch.uint8)
+    own = buffer[-buffer.data_ptr() % _LARGE :][:size]
     advise(own.data_ptr(), size // _LARGE * _LARGE, _HUGE_PAGES)
     return own.view(dtype).view(torch.Size(shape))

@@ -432,14 +432,14 @@ FOR_EACH_CPU static void scale_outputs(float (*sums)[BLOCK], int64_t rows, const
 }
 
 /* Return memory of this thread for ``count`` numbers, which stays in its cache from block to block. */
-static bf16 *room_for(int64_t count) {
-    static _Thread_local bf16 *room;
+static bf16 *scratch_for(int64_t count) {
+    static _Thread_local bf16 *scratch;
     static _Thread_local int64_t size;
     if (count > size) {
-        free(room);
-        room = aligned_alloc(64, (size_t)(size = (count + 31) / 32 * 32) * 2);
+        free(scratch);
+        scratch = aligned_alloc(64, (size_t)(size = (count + 31) / 32 * 32) * 2);
     }
-    return room;
+    return scratch;
 }
 
 /* Compute the outputs of blocks [begin, end). */
@@ -451,7 +451,7 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
     int kind = (int)product->kind, by_output = FORMATS[kind].scale == OF_OUTPUT, narrow_codes = plain && kind != BF16;
     int64_t bytes = inputs * 2 * FORMATS[kind].bits; /* bytes of a block */
     int64_t of_scales = by_output ? BLOCK * 4 : narrow_codes ? own_scale_bytes(kind, inputs) : inputs / scaled_inputs(kind) * scale_bytes(kind);
-    bf16 *wide = narrow_codes ? room_for(inputs * BLOCK) : 0;
+    bf16 *wide = narrow_codes ? scratch_for(inputs * BLOCK) : 0;
     for (int64_t block = begin, blocks; block < end; block += blocks) {
         const uint8_t *own = product->codes + block * bytes;
         const uint8_t *scales = kind == BF16 ? 0 : (const uint8_t *)product->scales + block * of_scales;
@@ -476,21 +476,21 @@ static void multiply_blocks(const Product *product, const bf16 *x, int64_t strid
     if (configured) release_tiles();
 }
 
-static void multiply_part(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out,
+static void multiply_part(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out,
                           int64_t add) {
-    room.rows = rows;
+    prepared.rows = rows;
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads(), blocks = num_blocks(product);
     if (!reads_rows(product, rows)) {
         int64_t inputs = product->inputs, parts = (inputs + GROUP - 1) / GROUP, end = parts * (thread + 1) / threads * GROUP;
-        prepare(product, x, stride, rows, room, parts * thread / threads * GROUP, end < inputs ? end : inputs);
+        prepare(product, x, stride, rows, prepared, parts * thread / threads * GROUP, end < inputs ? end : inputs);
 #pragma omp barrier
     }
-    multiply_blocks(product, x, stride, room, rows, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
+    multiply_blocks(product, x, stride, prepared, rows, out, add, blocks * thread / threads, blocks * (thread + 1) / threads);
 #pragma omp barrier
 }
 
-void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
-    for (; product; out += product->outputs, product = product->next) multiply_part(product, x, stride, room, rows, out, add);
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out, int64_t add) {
+    for (; product; out += product->outputs, product = product->next) multiply_part(product, x, stride, prepared, rows, out, add);
 }
 
 /* Choose the instructions for matmuls and attention, at most ``most``, and return them: 3 with tiles, which a process must
@@ -508,8 +508,8 @@ int64_t usable(int64_t most) {
 
 #else
 
-void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add) {
-    (void)product, (void)x, (void)stride, (void)room, (void)rows, (void)out, (void)add;
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out, int64_t add) {
+    (void)product, (void)x, (void)stride, (void)prepared, (void)rows, (void)out, (void)add;
 }
 int64_t usable(int64_t most) { return most & 0; }
 
@@ -518,7 +518,7 @@ int64_t usable(int64_t most) { return most & 0; }
 /* Run ``multiply`` in a parallel region of its own, with the buffers ``values``, ``scales`` and ``sums``. */
 void linear(const Product *product, const bf16 *x, int64_t stride, int8_t *values, float *scales, int32_t *sums, bf16 *out,
             int64_t rows) {
-    Prepared room = {values, scales, sums, rows};
+    Prepared prepared = {values, scales, sums, rows};
 #pragma omp parallel
-    multiply(product, x, stride, room, rows, out, 0);
+    multiply(product, x, stride, prepared, rows, out, 0);
 }

@@ -143,8 +143,8 @@ void widen_block(int64_t kind, const uint8_t *codes, const uint8_t *scales, int6
     }
 
 /* Multiply with all threads of the enclosing parallel region: x [rows, inputs], rows ``stride`` apart -> out [rows, outputs],
- * added to out if ``add``. ``room`` holds rows * inputs values of bf16, and their scales and sums. */
-void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared room, int64_t rows, bf16 *out, int64_t add);
+ * added to out if ``add``. ``prepared`` holds rows * inputs values of bf16, and their scales and sums. */
+void multiply(const Product *product, const bf16 *x, int64_t stride, Prepared prepared, int64_t rows, bf16 *out, int64_t add);
 
 #if X86
 /* Compute sums [rows][16] with AVX2: for several blocks of bf16 weights, and for a block of codes, from row ``row`` on. */

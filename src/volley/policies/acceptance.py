@@ -8,7 +8,7 @@ KINDS = 4
 
 # Initial weights by kind: fitted to the bundled pair, and outweighed after some 50 blocks.
 OF_DRAFTS = ((0.5, 0.9, -0.9, 1.0), (0.0, 0.6, -0.5, 0.5), (0.2, 1.0, 0.0, 1.0), (-0.2, 0.9, 0.0, 0.6))
-OF_FOUND = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup in greedy and in sampled texts
+OF_LOOKUP = ((-1.0, 1.5, 0.0, 1.0), (-0.4, 0.8, 0.0, 0.6))  # for prompt lookup in greedy and in sampled texts
 
 _RATE = 0.1  # Adagrad's learning rate; twice as much is noisier on stationary text
 _KEPT = 0.99  # decay of the squares per block; a sum over all blocks would adapt too slowly to new texts
@@ -41,8 +41,8 @@ class Acceptance:
         constant += own * self._record(request_id)
         gains: list[float] = []
         gain = 1.0
-        for slot, sure in enumerate(confidence):
-            alone = 1 / (1 + exp(-constant - slope * _odds(kind, sure) - later * slot / 8))
+        for position, sure in enumerate(confidence):
+            alone = 1 / (1 + exp(-constant - slope * _odds(kind, sure) - later * position / 8))
             gain = min(gain, alone) if kind >= TREE else gain * alone
             if gain < threshold:
                 break
@@ -57,15 +57,15 @@ class Acceptance:
         """Learn from a block whose first ``len(right)`` tokens were verified; from a chain only up to its first error."""
         weights, squares, record = self.weights[kind], self._squares[kind], self._record(request_id)
         constant, slope, later = weights[0] + weights[3] * record, weights[1], weights[2]
-        surplus = by_odds = by_slot = variance = 0.0
-        for slot, (sure, is_right) in enumerate(zip(confidence, right, strict=False)):
+        surplus = by_odds = by_position = variance = 0.0
+        for position, (sure, is_right) in enumerate(zip(confidence, right, strict=False)):
             odds = _odds(kind, sure)
-            chance = 1 / (1 + exp(-constant - slope * odds - later * slot / 8))
+            chance = 1 / (1 + exp(-constant - slope * odds - later * position / 8))
             error, variance = is_right - chance, variance + chance * (1 - chance)
-            surplus, by_odds, by_slot = surplus + error, by_odds + error * odds, by_slot + error * slot / 8
+            surplus, by_odds, by_position = surplus + error, by_odds + error * odds, by_position + error * position / 8
             if not is_right and kind < TREE:
                 break
-        for index, gradient in enumerate((surplus, by_odds, by_slot, surplus * record)):
+        for index, gradient in enumerate((surplus, by_odds, by_position, surplus * record)):
             squares[index] = _KEPT * squares[index] + gradient * gradient
             weights[index] += _RATE * gradient / sqrt(max(squares[index], _LEAST))
         before, total = self._records.get(request_id, (0.0, 0.0))

@@ -9,7 +9,7 @@ LATER = 0.13
 SELDOM = 10.0
 """Seconds of decoding since the last prompt after which no further prompt is expected."""
 _REMEMBERED = 64  # number of first tokens
-_LATE = 0.95  # quantile of them that is used: the slowest may be an outlier
+_LATE = 0.95  # quantile of first-token times that is used; the slowest may be an outlier
 
 
 class Arrivals:

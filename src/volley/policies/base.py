@@ -30,7 +30,7 @@ class View:
     max_nodes: int | None = None
     """Number of tree nodes. ``None``: the policy chooses between chains and trees. 0: chains only. n: a tree of n nodes
     replaces each chain."""
-    found: list[float] = field(default_factory=list)
+    lookup_confidence: list[float] = field(default_factory=list)
     """Confidence of each prompt-lookup token: n / (n + 1) if the n tokens before it match."""
 
     def draft(self, positions: int, nodes: int = 0, threshold: float = 0.0) -> DraftSpec:
@@ -43,9 +43,9 @@ class View:
         positions = min(positions, self.chain_limit)
         return DraftSpec(Shape.CHAIN, self.rule, positions, positions, threshold)
 
-    def copy(self, size: int) -> DraftSpec:
+    def lookup(self, size: int) -> DraftSpec:
         """Return the spec that verifies the first ``size`` prompt-lookup tokens."""
-        return DraftSpec(Shape.COPY, self.rule, min(size, len(self.found)))
+        return DraftSpec(Shape.LOOKUP, self.rule, min(size, len(self.lookup_confidence)))
 
 
 @dataclass(slots=True)
@@ -59,13 +59,13 @@ class Cycle:
     was drawn, so it does not depend on sampled tokens. For a tree, whose verification is lossless in any case: each node's
     probability, largest first. Empty for chains unless :attr:`Policy.uses_confidence`, and in :meth:`Policy.trim` if
     :meth:`Policy.cuts` was false."""
-    found: list[float] = field(default_factory=list)
+    lookup_confidence: list[float] = field(default_factory=list)
     """Confidences of prompt-lookup tokens, as in :class:`View`."""
     verified: int = 0
     accepted: int = 0
     right: list[bool] = field(default_factory=list)
     """Acceptance of each verified token, in the order of ``confidence``."""
-    found_right: list[bool] = field(default_factory=list)
+    lookup_right: list[bool] = field(default_factory=list)
     """Correctness of each prompt-lookup token, used or not, up to the first wrong one."""
 
 
@@ -117,7 +117,7 @@ class Policy(ABC):
         """Return the draft spec of each view. ``under_way`` is the number of running and waiting requests, at most as many as may
         run."""
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         """Return k: draft K/V are maintained for every k-th request (0: for none), while ``under_way`` requests are running or
         waiting.
 

@@ -20,7 +20,7 @@ Measure = Callable[[int, int], float]
 Pass = tuple[int, int]
 """Tokens and requests of a pass."""
 
-_SIZES = [1, 8, 32, 128, 512]  # tokens of the passes that are timed; few, because an answer waits while they are
+_SIZES = [1, 8, 32, 128, 512]  # tokens of the passes that are timed; few, because answers wait during that
 _FIRST = 2  # tokens up to which passes are timed at once
 _BEYOND = 2  # the table is extrapolated to this many times its largest size before a larger one is timed
 _SHARE = 8  # tokens per request in such a pass; one request with all of them would read far more keys
@@ -31,8 +31,8 @@ _FAR = 1e6  # tokens up to which the table is extrapolated
 _STEPS = 64  # number of last plain steps, and of last others, to which the weights are fitted
 _REFIT = 8  # steps from one fit to the next; a fit takes half a millisecond
 _NOISE = 0.15  # relative noise of a step's time: other work, padding, sampling, text lengths
-_SHORT = 0.25  # seconds; passes that probably take longer are not timed in advance,
-_AHEAD = 1.0  # and none after this many seconds of timing
+_SHORT = 0.25  # seconds; passes that probably take longer are not timed in advance
+_AHEAD = 1.0  # seconds of timing in advance after which no further pass is timed
 _INTERRUPTED = 3.0  # a step that took this many times the expected time was interrupted, and is clipped to it
 _LEAST = np.array((0.1, 0.0, 0.0, 0.0))  # lower bounds of speed, fixed, each, reading
 

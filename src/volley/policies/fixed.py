@@ -19,7 +19,7 @@ class Fixed(Policy):
     def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         return [view.draft(self.block_size - 1) for view in views]
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         return int(self.block_size > 1)
 
 

@@ -14,9 +14,9 @@ from math import log
 
 import numpy as np
 
-from volley.decode.lookup import MOST_FOUND
+from volley.decode.lookup import MOST_LOOKUP_TOKENS
 from volley.decode.work import DraftSpec, Rule, Shape
-from volley.policies.acceptance import KINDS, OF_FOUND, TREE, Acceptance
+from volley.policies.acceptance import KINDS, OF_LOOKUP, TREE, Acceptance
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.plan import Plan, Planner, fitting
 from volley.policies.probes import WORTHWHILE, cycles_between
@@ -25,8 +25,8 @@ _REVIEW = 64  # cycles between two reviews, each of which takes 0.5 to 1 ms; the
 _REMEMBERED = 64  # blocks of each kind that a review uses: their mean is known to some 5 %
 _ENOUGH = 8  # blocks of a kind before its first review; until then blocks are whole
 _FEW = 2  # requests up to which each is judged by its own blocks, because texts differ
-_OPENING = 3  # blocks that each of a few requests begins with,
-_PROBED = 3  # and their number of positions
+_OPENING = 3  # number of first blocks of each of a few requests
+_PROBED = 3  # positions of these blocks
 _PROMISING = 2.0  # least speedup of an opening's cycle whose tokens are all right
 _PRIOR = 2  # blocks of earlier requests that count beside those of a few requests
 _MOST_TRUST = 1.5  # bound of how much better than expected drafts count
@@ -47,8 +47,8 @@ class _Review:
     plan: Plan
     number: int = 0  # number of requests
     left: int = 0  # cycles until the next review
-    copying: tuple[float, list[float]] = (0.0, [])  # see Planner.copying
-    room: int = 0  # prompt-lookup tokens that fit a cycle
+    lookup_costs: tuple[float, list[float]] = (0.0, [])  # see Planner.lookup_costs
+    lookup_budget: int = 0  # prompt-lookup tokens that fit a cycle
     opening: Plan | None = None  # plan for the first blocks of a request, if the best one drafts nothing
     others: list[tuple[Plan, int]] = field(default_factory=list)  # plans to probe, each once in this many cycles
 
@@ -67,7 +67,7 @@ class Goodput(Policy):
         """Make the policy. ``uses_lookup``: verify prompt-lookup tokens, too."""
         self.uses_lookup = uses_lookup
         self.acceptance = Acceptance()
-        self.recurrence = Acceptance(OF_FOUND)
+        self.lookup_acceptance = Acceptance(OF_LOOKUP)
         # Last blocks by kind: the request, the probability of each position, the expected number of accepted tokens, and the
         # actual one.
         self._blocks = [deque[tuple[int, list[float], float, int]](maxlen=_REMEMBERED) for _ in range(KINDS)]
@@ -94,12 +94,12 @@ class Goodput(Policy):
         self._nodes(1)
         self.costs.draft(self.block_size, 1)
         if self.uses_lookup:
-            self.costs.target(1 + MOST_FOUND, 1)
+            self.costs.target(1 + MOST_LOOKUP_TOKENS, 1)
 
     def decide(self, views: Sequence[View], under_way: int) -> list[DraftSpec]:
         assert self.costs is not None
         self._cycle += 1
-        if self.block_size == 1 and not any(view.found for view in views):
+        if self.block_size == 1 and not any(view.lookup_confidence for view in views):
             return [view.draft(0) for view in views]
         if self._prompts_go_on != self.costs.arrivals.go_on:
             self._prompts_go_on = not self._prompts_go_on
@@ -116,12 +116,14 @@ class Goodput(Policy):
         plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, True
-        specs, room = list[DraftSpec](), 0 if is_probe else self._review.room
+        specs, budget = list[DraftSpec](), 0 if is_probe else self._review.lookup_budget
         for view, kind, size in zip(views, kinds, nodes, strict=True):
-            copied = self._copies(view.request_id, kind, view.found[:room]) if room and view.found else 0
-            room -= copied
+            confidence = view.lookup_confidence[:budget]
+            num_lookup = self._num_lookup_tokens(view.request_id, kind, confidence) if confidence else 0
+            budget -= num_lookup
             own = min(size, plan.nodes)
-            specs.append(view.copy(copied) if copied else view.draft(plan.slots[kind], own, plan.thresholds[kind]))
+            draft = view.draft(plan.positions[kind], own, plan.thresholds[kind])
+            specs.append(view.lookup(num_lookup) if num_lookup else draft)
         return specs
 
     def _nodes(self, under_way: int) -> int:
@@ -136,7 +138,7 @@ class Goodput(Policy):
             self._tree_nodes[under_way] = _NODES if is_cheap else 0
         return self._tree_nodes[under_way]
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         is_hopeless = under_way >= self._hopeless.get(frozenset(sampled), under_way + 1)
         opened = sum(count >= _OPENING for count in self._learnt.values())
         return _SAMPLE if is_hopeless and not (self._are_few(under_way) and opened < under_way) else 1
@@ -168,18 +170,18 @@ class Goodput(Policy):
         if self.block_size > 1 and not all(map(self._knows, drafting)):
             most = fitting(self.costs, len(kinds), max(_NODES, self.block_size - 1))
             if most:
-                return _WHOLE._replace(slots=[most] * KINDS, nodes=most), True
+                return _WHOLE._replace(positions=[most] * KINDS, nodes=most), True
         # The last review of these kinds is used, unless it is too old or was made for a very different number of requests.
         present = frozenset((kind, self._knows(kind)) for kind in kinds)
         review = self._reviews.get(present)
         if review is None or not review.left or 2 * abs(len(kinds) - review.number) >= review.number:
-            review = self._reviews[present] = self._look(kinds)
+            review = self._reviews[present] = self._make_review(kinds)
         review.left -= 1
         self._review = review
         if opens and review.opening:
             return review.opening, True
         for index, (plan, every) in enumerate(review.others):
-            if self._cycle >= self._tried[index] + every and (drafting or not any(plan.slots)):
+            if self._cycle >= self._tried[index] + every and (drafting or not any(plan.positions)):
                 self._trial = index
                 return plan, True
         self._trial = None
@@ -189,7 +191,7 @@ class Goodput(Policy):
         """Return True if a kind has had enough blocks."""
         return len(self._blocks[kind]) >= _ENOUGH
 
-    def _look(self, kinds: list[int]) -> _Review:
+    def _make_review(self, kinds: list[int]) -> _Review:
         """Choose between plain decoding and the best plan that drafts. The other one and whole blocks are probed now and then."""
         assert self.costs is not None
         self._tree_nodes.clear()
@@ -221,7 +223,8 @@ class Goodput(Policy):
                     every = cycles_between(plan.rate, plan.seconds, review.plan.rate, review.plan.seconds)
                     review.others.append((plan, every))
         if self.uses_lookup:
-            review.copying, review.room = planner.copying(review.plan), planner.room(review.plan)
+            review.lookup_costs = planner.lookup_costs(review.plan)
+            review.lookup_budget = planner.lookup_budget(review.plan)
         return review
 
     def _opening(self, planner: Planner, plain: Plan) -> Plan | None:
@@ -239,11 +242,11 @@ class Goodput(Policy):
         elif self._hopeless.get(sampled, len(kinds) + 1) <= len(kinds):
             del self._hopeless[sampled]
 
-    def _copies(self, request_id: int, kind: int, confidence: list[float]) -> int:
+    def _num_lookup_tokens(self, request_id: int, kind: int, confidence: list[float]) -> int:
         """Return how many prompt-lookup tokens pay for a request; 0 if a draft pays more."""
-        cost, least = self._review.copying
+        cost, least = self._review.lookup_costs
         tokens, count = 1.0, 0
-        for gain in self.recurrence.gains(request_id, kind % TREE, confidence, cost):
+        for gain in self.lookup_acceptance.gains(request_id, kind % TREE, confidence, cost):
             if gain < cost * (tokens + gain):
                 break
             tokens, count = tokens + gain, count + 1
@@ -270,14 +273,16 @@ class Goodput(Policy):
             kind = _kind(cycle.spec)
             is_trial = (
                 len(self._blocks[kind]) < _ENOUGH
-                or not plan.slots[kind]
+                or not plan.positions[kind]
                 or cycle.spec.threshold != plan.thresholds[kind]
             )
             is_trial |= self._learnt.get(cycle.request_id, _OPENING) < _OPENING
             if (cycle.request_id + self._cycle) % every and not (is_trial and cycle.spec.positions):
                 continue
-            if cycle.found_right:
-                self.recurrence.observe(cycle.request_id, kind % TREE, cycle.found, cycle.found_right)
+            if cycle.lookup_right:
+                self.lookup_acceptance.observe(
+                    cycle.request_id, kind % TREE, cycle.lookup_confidence, cycle.lookup_right
+                )
             if cycle.spec.positions:
                 self.acceptance.observe(cycle.request_id, kind, cycle.confidence, cycle.right)
                 usual = self._usual[kind]
@@ -295,7 +300,7 @@ class Goodput(Policy):
     def end(self, request_id: int) -> None:
         self._learnt.pop(request_id, None)
         self.acceptance.end(request_id)
-        self.recurrence.end(request_id)
+        self.lookup_acceptance.end(request_id)
 
 
 def _kind(spec: DraftSpec) -> int:

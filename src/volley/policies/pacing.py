@@ -1,4 +1,4 @@
-"""Connects works and a policy: shows the policy each draft, cuts it, and reports what was accepted."""
+"""Connect works to a policy: show it each draft, cut the draft, and report the accepted tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def trim(policy: Policy, works: Sequence[Work[Any]]) -> list[Cycle]:
     for work in works:
         sure = work.proposal.confidence
         sure = sorted(sure, reverse=True) if work.proposal.parents is not None else sure
-        cycles.append(Cycle(work.request.request_id, work.spec, sure, work.found_confidence))
+        cycles.append(Cycle(work.request.request_id, work.spec, sure, work.lookup_confidence))
     if any(work.spec.positions for work in works):
         for work, size in zip(works, policy.trim(cycles), strict=True):
             if work.spec.positions:
@@ -32,7 +32,7 @@ def conclude(work: Work[Any], cycle: Cycle) -> None:
         cycle.right = [place < verdict.accepted for place in range(cycle.verified)]
     else:
         cycle.right = [node + 1 in (verdict.path or ()) for node in likeliest_first(proposal)]
-    cycle.found_right = right_so_far(work.found, verdict.token_ids)
+    cycle.lookup_right = right_so_far(work.lookup_tokens, verdict.token_ids)
 
 
 def _cut(proposal: Proposal, size: int) -> Proposal:

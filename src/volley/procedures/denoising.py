@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from volley.decode.canvas import Canvas, CoupledNoise, Denoiser, Look, Reveal, grouped
+from volley.decode.canvas import Canvas, CanvasOutput, CoupledNoise, Denoiser, Reveal, grouped
 from volley.decode.renoise import Renoise
 from volley.decode.rules import LogitBias, Penalties, apply_rules
 from volley.decode.sampling import PositionNoise, Score, best_tokens, scores_of, without
@@ -41,7 +41,7 @@ class Denoising(Procedure):
     def __init__(self, target: Target, family: BlockDiffusion) -> None:
         self.target, self.family = target, family
 
-    # -- where a request stands ----------------------------------------------------------------------------------------
+    # -- limits of a request -------------------------------------------------------------------------------------------
     def check(self, request: Request) -> None:
         if request.params.max_tokens == 0:
             raise ConfigError(
@@ -113,7 +113,7 @@ class Denoising(Procedure):
         length = canvas_length(params)
         return b"blocks of %d" % length if page_size % length == 0 else None
 
-    # -- what a pass does ----------------------------------------------------------------------------------------------
+    # -- passes --------------------------------------------------------------------------------------------------------
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         """Make the work that reads more text. Bidirectional blocks are never divided. The canvas follows the last token, in
         the same pass."""
@@ -173,10 +173,10 @@ class Denoising(Procedure):
         if canvas:
             assert request.canvas is not None
             tokens, groups = tokens + request.canvas.tokens.tolist(), (*groups, canvas)
-            feedback = self.told(request.canvas)
+            feedback = self.feedback(request.canvas)
         return tokens, Segment(request.table, request.computed, size + canvas, groups=groups, feedback=feedback)
 
-    def told(self, canvas: Canvas) -> Tensor | None:
+    def feedback(self, canvas: Canvas) -> Tensor | None:
         """Return the self-conditioning input ``[L, H]``, zeros in the first pass; ``None`` for a model without it."""
         if not self.target.takes_feedback:
             return None
@@ -191,8 +191,8 @@ class Denoising(Procedure):
         is_last = request.computed + work.num_known == self.prefill_end(request)
         return int(is_last and self._awaits_first(request))
 
-    # -- what comes of it ----------------------------------------------------------------------------------------------
-    def absorb(self, works: Works, logits: Tensor) -> None:
+    # -- results -------------------------------------------------------------------------------------------------------
+    def verify(self, works: Works, logits: Tensor) -> None:
         self.denoise([(work.request, logits[work.rows]) for work in works if work.spec.size])
         for work in works:
             request = work.request
@@ -221,29 +221,30 @@ class Denoising(Procedure):
                 self._denoise_together([request for request, _ in whole], [rows.float() for _, rows in whole])
 
     def _denoise_together(self, requests: list[Request], rows: list[Tensor]) -> None:
-        looks: dict[Denoiser, list[tuple[Request, Tensor, Look]]] = {}
+        outputs: dict[Denoiser, list[tuple[Request, Tensor, CanvasOutput]]] = {}
         for request, raw in zip(requests, rows, strict=True):
             canvas = request.canvas
             assert canvas is not None
             seen = raw.roll(1, dims=0) if self.family.is_shifted else raw  # slot 0 is always given
             own = apply_rules(request.rules, seen, [()] * len(seen)) if request.rules else seen
-            look = Look(canvas, own, request.params, self.settings(request), self.noise(request))
-            looks.setdefault(self.denoiser(request), []).append((request, seen, look))
-        for denoiser, members in looks.items():
-            each = denoiser.step_together([look for _, _, look in members])
-            for (request, seen, look), decided in zip(members, each, strict=True):
+            output = CanvasOutput(canvas, own, request.params, self.settings(request), self.noise(request))
+            outputs.setdefault(self.denoiser(request), []).append((request, seen, output))
+        for denoiser, members in outputs.items():
+            each = denoiser.step_together([output for _, _, output in members])
+            for (request, seen, output), decided in zip(members, each, strict=True):
                 if request.params.logprobs and bool(decided.any()):
-                    _note_scores(look.canvas, decided, seen, request.params)
-        self._tell([look.canvas for members in looks.values() for _, _, look in members])
+                    _note_scores(output.canvas, decided, seen, request.params)
+        self._predict_feedback([output.canvas for members in outputs.values() for _, _, output in members])
 
-    def _tell(self, canvases: Sequence[Canvas]) -> None:
+    def _predict_feedback(self, canvases: Sequence[Canvas]) -> None:
         """Turn predicted logits into the self-conditioning input of the next pass."""
         predicted = [(canvas, canvas.predicted) for canvas in canvases if canvas.predicted is not None]
         if not predicted:
             return
         logits = [own for _, own in predicted]
-        told = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
-        parts = [None] * len(predicted) if told is None else torch.split(told, [len(canvas) for canvas, _ in predicted])
+        feedback = self.target.feedback(torch.cat(logits) if len(logits) > 1 else logits[0])
+        lengths = [len(canvas) for canvas, _ in predicted]
+        parts = [None] * len(lengths) if feedback is None else torch.split(feedback, lengths)
         for (canvas, _), part in zip(predicted, parts, strict=True):
             canvas.feedback, canvas.predicted = part, None
 

@@ -45,7 +45,7 @@ class InPlace(Speculative):
 
     def most_drafted(self, request: Request) -> int:
         """Return the longest draft. The masks need slots of the pool, too."""
-        return min(super().most_drafted(request), (request.room - request.computed) // 2 - 1)
+        return min(super().most_drafted(request), (request.pool_slots - request.computed) // 2 - 1)
 
     def read(self, request: Request, num_tokens: int) -> Work[Request]:
         """Make the work that reads a prompt chunk. The pass that reads the end of the prompt also asks for the first token."""

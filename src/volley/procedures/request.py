@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from volley.decode.canvas import Canvas
-from volley.decode.lookup import CERTAIN, Lookup, found_confidence
+from volley.decode.lookup import CERTAIN, Lookup, match_confidence
 from volley.decode.on_device import Reading
 from volley.decode.rules import TokenRule, constraints, forced_tokens
 from volley.decode.sampling import PositionNoise, Score
@@ -26,7 +26,7 @@ class Procedure(ABC):
     """Base class of decoding methods. One object serves all requests that use it; the state of a request is in the request."""
 
     reads_on_device = False
-    """True if :meth:`absorb` accepts drafts that are still on the device (``decode/on_device.py``)."""
+    """True if :meth:`verify` accepts drafts that are still on the device (``decode/on_device.py``)."""
 
     def check(self, request: "Request") -> None:
         """Raise an error for a new request whose parameters are not supported."""
@@ -79,7 +79,7 @@ class Procedure(ABC):
         """Return how many of the segment's last tokens need logits."""
 
     @abstractmethod
-    def absorb(self, works: "Works", logits: Tensor) -> Reading | None:
+    def verify(self, works: "Works", logits: Tensor) -> Reading | None:
         """Fill in the verdict of every work from its rows of ``logits [R, V]``: tokens to emit and K/V to keep.
 
         If the host has to read values of the device for that, return them; reading them completes the verdicts.
@@ -106,7 +106,7 @@ class Request:
     draft_table: BlockTable
     """Drafter's pages: the same table, or a separate ring under a draft window."""
     procedure: Procedure
-    room: int
+    pool_slots: int
     """Number of slots in the pool, which is also the most that this request can use."""
     rules: tuple[TokenRule, ...] = ()
     """Logits processors: penalties, biases, a grammar, rules of the caller."""
@@ -185,13 +185,13 @@ class Request:
         The tokens that a grammar forces come first, then what followed these tokens in the text (prompt lookup).
         """
         if not self.rules:
-            copied, agreed = self.lookup.find(self.token_ids, most)
-            return copied, found_confidence(agreed, len(copied))
+            found, agreed = self.lookup.find(self.token_ids, most)
+            return found, match_confidence(agreed, len(found))
         forced = forced_tokens(self.rules, [], most)
-        copied, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
+        found, agreed = self.lookup.find(self.token_ids + forced, most - len(forced))
         for rule in constraints(self.rules):
-            copied = copied[: max(0, rule.num_allowed(forced + copied) - len(forced))]
-        return forced + copied, [CERTAIN] * len(forced) + found_confidence(agreed, len(copied))
+            found = found[: max(0, rule.num_allowed(forced + found) - len(forced))]
+        return forced + found, [CERTAIN] * len(forced) + match_confidence(agreed, len(found))
 
     @property
     def is_torn(self) -> bool:
@@ -203,14 +203,14 @@ class Request:
 
         :meth:`write` makes their text. It is called here only if a stop string may end the request.
         """
-        room, rules, writer = self.remaining, self.rules, self.writer
+        remaining, rules, writer = self.remaining, self.rules, self.writer
         for taken, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
             for rule in rules:
                 rule.take(token)
             if token in self.stop_token_ids or (rules and any(rule.is_complete for rule in rules)):
                 self.finish_reason = "stop"
-            elif taken == room:
+            elif taken == remaining:
                 self.finish_reason = "length"
             writer.waiting.append((token, taken <= num_from_draft))
             if writer.stops is not None:

@@ -90,7 +90,7 @@ class SelfSpeculative(Denoising):
         if self._should_fuse(request, confidence, beside + 1):
             request.canvas = self._next_canvas(request, canvas.start + 1 + len(draft))
         num_fused = 0 if request.canvas is None else len(request.canvas)
-        if request.computed + 1 + beside + num_fused > request.room:
+        if request.computed + 1 + beside + num_fused > request.pool_slots:
             request.canvas, num_fused = None, 0
         spec = DraftSpec(Shape.CHAIN, rule, beside + num_fused)
         work = SelfCheck(
@@ -149,14 +149,14 @@ class SelfSpeculative(Denoising):
             return tokens, segment
         canvas = work.request.canvas
         assert canvas is not None
-        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.told(canvas))
+        whole = replace(self.verifier.carry(segment, len(canvas)), feedback=self.feedback(canvas))
         return tokens + canvas.tokens.tolist(), whole
 
     def num_rows(self, work: Work[Request]) -> int:
         own = 0 if work.phase is Phase.DENOISE else self.verifier.num_rows(work)
         return own + work.num_fused
 
-    def absorb(self, works: Works, logits: Tensor) -> None:
+    def verify(self, works: Works, logits: Tensor) -> None:
         verified = [work for work in works if work.phase is not Phase.DENOISE]
         self._at_once = sum(work.phase is not Phase.PREFILL for work in works) or 1
         canvases = list[tuple[Request, Tensor]]()
@@ -168,7 +168,7 @@ class SelfSpeculative(Denoising):
             elif work.phase is Phase.VERIFY:
                 work.request.canvas = None
                 work.request.stats.commit_passes += 1
-        self.verifier.absorb(verified, logits).read()
+        self.verifier.verify(verified, logits).read()
         self.denoise(canvases)
         for request, _ in canvases:
             request.stats.denoising_steps += 1

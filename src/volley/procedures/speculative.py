@@ -93,7 +93,7 @@ class Speculative(Procedure):
         """
         return max(_num_choosing(work), _num_scored(work))
 
-    def absorb(self, works: Works, logits: Tensor) -> Reading:
+    def verify(self, works: Works, logits: Tensor) -> Reading:
         """Choose tokens on the device. Reading them fills in the verdicts: the host waits once, and again for log-probabilities
         of tokens chosen in this pass.
 

@@ -28,10 +28,9 @@ class Proposer(ABC):
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         """Fill in ``proposal`` of every work, within its ``spec``; return the seconds that a sequential head took.
 
-        Any tokens are allowed, but ``request.noise`` may be used only for works whose rule is ``MATCH`` (coupled sampling). A
-        ``SPECULATIVE`` work (rejection sampling) is verified with ``draft_probs``, the distributions that its tokens were
-        drawn from. Without them its tokens are compared with those that the target draws. ``with_confidence`` asks for
-        ``Proposal.confidence``.
+        Any tokens are allowed, but ``request.noise`` may be used only for works whose rule is ``COUPLED``. A ``REJECTION`` work
+        is verified with ``draft_probs``, the distributions that its tokens were drawn from. Without them its tokens are
+        compared with those that the target draws. ``with_confidence`` asks for ``Proposal.confidence``.
         """
 
     def propose_unread(

@@ -25,7 +25,7 @@ from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.graphs import static_passes
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.heads import BoundHead
-from volley.models.layers.residency import trimmed
+from volley.models.layers.host_memory import trimmed
 from volley.models.targets.rehearsal import context_of, fastest, made_up, spread
 from volley.proposers.base import Proposer
 from volley.proposers.choose import choose_drafts, note_confidence, places_of, rate_chains, sizes_of
@@ -85,7 +85,7 @@ class BlockProposer(Proposer):
                 rate_chains(self.model, free, hidden)
         if with_confidence:
             note_confidence(free, logits)
-        if not (self.drafts_on_device and all(map(_can_be_late, free))):
+        if not (self.drafts_on_device and all(map(_may_stay_on_device, free))):
             read_drafts(free)
         return walking
 
@@ -144,14 +144,14 @@ class BlockProposer(Proposer):
     def _denoise(self, works: Works, blocks: list[Tensor]) -> Tensor:
         """Draft in several denoising steps; return the logits ``[Σ k, V]`` of the first step."""
 
-        def look(works: Works, blocks: list[Tensor]) -> Tensor:
+        def logits_of(works: Works, blocks: list[Tensor]) -> Tensor:
             return _processed(works, self.position_logits(works, blocks)[0])
 
         first = denoise(
             blocks,
             self.config.denoising_steps,
             self.config.denoising_schedule,
-            lambda indices: look([works[index] for index in indices], [blocks[index] for index in indices]),
+            lambda indices: logits_of([works[index] for index in indices], [blocks[index] for index in indices]),
             lambda index, rows: _draw(works[index].request, rows),
             self.config.denoising_threshold,
         )
@@ -229,6 +229,6 @@ def _draw(request: Drafted, logits: Tensor) -> Tensor:
     return propose_coupled(logits, request.params, places_of([(request.noise, request.length)], [len(logits)]))
 
 
-def _can_be_late(work: Work[Any]) -> bool:
+def _may_stay_on_device(work: Work[Any]) -> bool:
     """Return True if the host does not need the draft's tokens before it reads the target's choices."""
     return work.may_stay_on_device and work.spec.shape is Shape.CHAIN and not work.request.rules

@@ -1,7 +1,7 @@
 """Training process of recalibration: it has the lowest priority, ends with its server, and pauses during traffic.
 
-:class:`volley.recalibrate.companion.Recalibrator` starts ``python -m volley.recalibrate.process SPEC`` and reads one JSON object
-per line from its standard output.
+:class:`~volley.recalibrate.recalibrator.Recalibrator` starts ``python -m volley.recalibrate.process SPEC`` and reads one JSON
+object per line from its standard output.
 """
 
 import contextlib

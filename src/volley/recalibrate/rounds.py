@@ -74,10 +74,10 @@ class Recalibration:
     """Work of the training process in small pieces; :meth:`work` is called repeatedly."""
 
     def __init__(
-        self, folder: Path, target: FrozenTarget, path: str, config: RecalibrateConfig, tell: Callable[[Event], None]
+        self, folder: Path, target: FrozenTarget, path: str, config: RecalibrateConfig, send: Callable[[Event], None]
     ) -> None:
-        """Create the work. ``path`` is the path of ``target``. ``tell`` sends events to the server."""
-        self.folder, self.target, self.path, self.config, self._tell = folder.resolve(), target, path, config, tell
+        """Create the work. ``path`` is the path of ``target``. ``send`` sends events to the server."""
+        self.folder, self.target, self.path, self.config, self._send = folder.resolve(), target, path, config, send
         self.rounds = self.folder / "rounds"
         self.ranks = Ranks(str(target.device))
         self._told, self._told_at = 0, 0.0
@@ -96,7 +96,7 @@ class Recalibration:
             return True
         if number > self.learnt.seen_round:
             if self._told < number or time.monotonic() > self._told_at + RETELL_SECONDS:
-                self._tell_verdict(number)  # the server was down when it came, or could not record it
+                self._send_verdict(number)  # the server was down when it came, or could not record it
             return False
         if not self._is_due(number):
             return False
@@ -176,11 +176,11 @@ class Recalibration:
                 shutil.rmtree(rest)
         write_atomically(folder / "verdict.json", json.dumps(verdict) + "\n")
         (folder / TRAINED_ON).unlink(missing_ok=True)
-        self._tell_verdict(number)
+        self._send_verdict(number)
 
-    def _tell_verdict(self, number: int) -> None:
+    def _send_verdict(self, number: int) -> None:
         self._told, self._told_at = number, time.monotonic()
-        self._tell(read_json(self._verdict(number)))
+        self._send(read_json(self._verdict(number)))
 
     def _train(self, plan: RoundPlan) -> Standing:
         """Train a candidate in ``rounds/NUMBER/full``, with the run in ``run-full`` beside it.

@@ -64,13 +64,13 @@ def create_app(service: Service, config: ServeConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.worker.start(asyncio.get_running_loop())
-        for companion in service.companions:
-            await companion.start()
+        for task in service.background_tasks:
+            await task.start()
         try:
             yield
         finally:
-            for companion in service.companions:
-                await companion.stop()
+            for task in service.background_tasks:
+                await task.stop()
             await asyncio.to_thread(service.worker.stop)
 
     http = HttpMetrics()

@@ -80,16 +80,13 @@ class _Arguments:
         while not self.is_done and (told := self._phase()) is not None:
             yield told
 
-    def _up_to(self, mark: str, before: str = "") -> tuple[str | None, bool]:
-        """Return the text up to ``mark``, or as much as cannot be part of it, and whether the mark was found.
-
-        ``before`` is dropped once if it stands directly before the mark.
-        """
+    def _up_to(self, mark: str) -> tuple[str | None, bool]:
+        """Return the text up to ``mark``, or as much as cannot be part of it, and whether the mark was found."""
         end = self._buffer.find(mark)
         if end >= 0:
-            text, self._buffer = self._buffer[:end].removesuffix(before), self._buffer[end + len(mark) :]
+            text, self._buffer = self._buffer[:end], self._buffer[end + len(mark) :]
             return text, True
-        held = max(_overlap(self._buffer, mark), _overlap(self._buffer, before + mark))
+        held = _overlap(self._buffer, mark)
         text, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
         return text or None, False
 

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from volley.decode.work import Proposal, Verdict
 from volley.engine.engine import Engine
-from volley.engine.holdings import graph_bytes
+from volley.engine.memory import graph_bytes
 from volley.procedures.request import Request
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # counters would export a creation time each

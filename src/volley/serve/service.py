@@ -12,7 +12,7 @@ from volley.chat import Prompt
 from volley.decode.rules import AtLeast
 from volley.decode.thinking import Spelt, ThinkingBudget
 from volley.engine.engine import Engine
-from volley.engine.holdings import memory_of
+from volley.engine.memory import memory_of
 from volley.engine.start import warm_up
 from volley.errors import ConfigError, VolleyError, did_you_mean
 from volley.models.drafters.draft_model import load_drafter
@@ -50,7 +50,7 @@ def memory(engine: Engine) -> dict[str, float]:
     return {name: round(size / 2**20, 3) for name, size in sizes.items()}
 
 
-class Companion(Protocol):
+class BackgroundTask(Protocol):
     """Task that runs beside a service in the server's event loop, as long as the server runs."""
 
     async def start(self) -> None: ...
@@ -74,7 +74,7 @@ class Service:
         self.draining = False
         self.preparing = 0
         """Number of accepted requests not yet handed to the worker. Only the event loop changes it."""
-        self.companions: list[Companion] = []
+        self.background_tasks: list[BackgroundTask] = []
         self.on_reloaded: list[Callable[[Drafter], None]] = []
         """Callbacks that the event loop calls with the new drafter after :meth:`reload_drafter` has replaced the old one."""
         self._engine = engine

@@ -152,7 +152,7 @@ class Worker:
         """Callbacks that the event loop calls with :attr:`held` when it changes."""
         engine.on_verified.append(metrics.verified)
         engine.arrivals.newcomers = self._has_newcomers
-        engine.overlap.listeners.append(self._publish)
+        engine.deferred_work.listeners.append(self._publish)
 
     # -- the event loop's side -----------------------------------------------------------------------------------------
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -224,7 +224,7 @@ class Worker:
             while self._obey():
                 if self.engine.has_work:
                     self._step()
-                if not (self.engine.overlap.is_used and self.engine.has_work):  # else the next step does it
+                if not (self.engine.deferred_work.is_used and self.engine.has_work):  # else the next step does it
                     self._publish()
         except BaseException as error:
             log.critical("the engine's worker died", exc_info=error)

@@ -1,4 +1,4 @@
-"""Which positions become anchors, and what each slot of their blocks shall predict."""
+"""Draw anchors, and build their blocks with the label of each slot."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 def draw_anchors(start: int, length: int, count: int, seed: str) -> list[int]:
     """Draw ``count`` distinct anchors, ascending, in a response at positions ``[start, length)``.
 
-    The last position is no anchor: nothing follows it. The draw depends on ``seed`` alone.
+    The last position is never an anchor, because no token follows it. The draw depends only on ``seed``.
     """
     candidates = range(start, length - 1)
     if len(candidates) <= count:
@@ -20,9 +20,9 @@ def draw_anchors(start: int, length: int, count: int, seed: str) -> list[int]:
 
 
 def draw_reveals(count: int, block_size: int, share: float, seed: str) -> Tensor:
-    """Which slots of ``count`` blocks hold their true token, ``[count, B − 1]``: in a ``share`` of the blocks a random number.
+    """Draw the slots ``[count, B − 1]`` that hold their true token: a random number of slots in a ``share`` of the blocks.
 
-    At least one slot stays to be predicted. The draw depends on ``seed`` alone.
+    At least one slot of a block is predicted. The draw depends only on ``seed``.
     """
     generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
     order = torch.rand(count, block_size - 1, generator=generator).argsort(-1)
@@ -33,10 +33,10 @@ def draw_reveals(count: int, block_size: int, share: float, seed: str) -> Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one step, ``A`` for each of ``D`` documents; missing ones have weight 0.
+    """Blocks of one step, ``A`` for each of ``D`` documents; missing ones have weight 0.
 
-    ``anchors [D, A]``; ``token_ids`` and ``positions`` ``[D, A, B]`` are the drafter's input; ``labels [D, A, B − 1]`` are
-    what slots 1 … B−1 shall predict and ``valid`` tells which of them lie inside the response and are not ``revealed``.
+    ``anchors [D, A]``; ``token_ids`` and ``positions`` ``[D, A, B]`` are the drafter's input. ``labels [D, A, B − 1]`` are the
+    tokens to predict in slots 1 … B−1. ``valid`` marks the slots that are inside the response and not ``revealed``.
     """
 
     anchors: Tensor
@@ -59,9 +59,9 @@ def build_blocks(
     mask_token_id: int,
     reveals: Sequence[Tensor] | None = None,
 ) -> Blocks:
-    """Blocks at ``anchors`` of right-padded documents ``token_ids [D, S]`` of ``lengths``.
+    """Build the blocks at ``anchors`` of right-padded documents ``token_ids [D, S]`` of ``lengths``.
 
-    ``reveals`` says for each document which slots of its blocks hold their true token; ``None``: no slot does.
+    ``reveals`` marks for each document the slots that hold their true token; ``None``: no slot does.
     """
     width = max(len(row) for row in anchors)
     device = token_ids.device

@@ -1,7 +1,7 @@
-"""Attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
+"""Compute attention of training blocks: a block sees its document's features before its anchor, and its own tokens.
 
-Three implementations of the one rule in ``Layout.allowed``: ``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's
-attention with a mask for each document, for GPUs) and ``flex`` (FlexAttention's sparse kernel, which is compiled first: for long
+``Layout.allowed`` has this rule. It has three implementations: ``grouped`` (document by document, for CPUs), ``sdpa`` (PyTorch's
+attention with a mask for each document, for GPUs) and ``flex`` (FlexAttention's sparse kernel, which is compiled first, for long
 trainings with many blocks of long documents).
 """
 
@@ -19,10 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from volley.models.drafters.drafter import Attend
 
 log = logging.getLogger(__name__)
-TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's second-level cache
+TILE_SCORES = 65_536  # scores per head of one tile; a tile and its copies should fit a core's L2 cache
 
 MASK_CELLS = 2**27
-"""Maximum cells of a mask that is made at once. Each takes a byte, and PyTorch makes a number of it."""
+"""Most cells of a mask. A cell takes a byte, and PyTorch converts it to a number of the scores' dtype."""
 
 Context = list[tuple[Tensor, Tensor]]
 """K and V ``[D · S, kv_heads, d]`` of every draft layer (``Drafter.context_kv``)."""
@@ -46,11 +46,11 @@ class Layout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a document, A."""
+        """Number of blocks of a document, A."""
         return self.anchors.shape[1]
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether query row ``query`` may see key row ``key``, broadcast: the whole rule (DFlash §4.2, Figure 4)."""
+        """Return whether query row ``query`` may see key row ``key``, broadcast (DFlash §4.2, Figure 4)."""
         block = query // self.block_size
         anchor = self.anchors.flatten()[block]
         context_rows = self.documents * self.length
@@ -63,7 +63,7 @@ class Layout:
         return in_context | in_block
 
     def context_mask(self) -> Tensor:
-        """``[D, A, S]`` bool: the context part of the rule by document, true where hidden."""
+        """Return a mask ``[D, A, S]`` (boolean) of the context that each block must not see."""
         position = torch.arange(self.length, device=self.anchors.device)
         hidden = position >= self.anchors[..., None]
         if self.window is not None:
@@ -72,7 +72,7 @@ class Layout:
 
 
 def attend_grouped(layout: Layout, context: Context) -> Attend:
-    """Document by document, a few blocks at a time (``_TiledAttention``)."""
+    """Attend document by document, a few blocks at a time (``_TiledAttention``)."""
     documents, blocks, size = layout.documents, layout.blocks, layout.block_size
     bounds = _tiles(layout)
     hidden = layout.context_mask()
@@ -98,11 +98,11 @@ def attend_grouped(layout: Layout, context: Context) -> Attend:
 
 
 Tile = tuple[int, slice, int]
-"""Blocks ``slice`` of one document and how many context positions the last of them sees."""
+"""Document, a slice of its blocks, and the number of context positions that the last of them sees."""
 
 
 def _tiles(layout: Layout) -> list[Tile]:
-    """Runs of blocks whose scores stay in the cache; anchors ascend, so a run needs no key past its last anchor."""
+    """Return runs of blocks whose scores fit the cache. Anchors ascend, so a run needs no key after its last anchor."""
     step = max(1, TILE_SCORES // (layout.block_size * (layout.length + layout.block_size)))
     anchors = layout.anchors.tolist()
     return [
@@ -113,10 +113,10 @@ def _tiles(layout: Layout) -> list[Tile]:
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Softmax attention of tiles over ``[context before the anchor | own block]``; the backward pass recomputes the scores.
+    """Softmax attention of tiles over ``[context before the anchor | own block]``. The backward pass recomputes the scores.
 
     ``queries [D, kv, A, M, d]``, scaled, where M = group · B; context ``[D, kv, S, d]``; own ``[D, kv, A, B, d]``;
-    ``hidden [D, A, S]``. Scores that leave the processor's cache cost more than computing them twice.
+    ``hidden [D, A, S]``. Recomputing scores is faster than reading them from memory.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _tile_probs(queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor, tile: Tile) -> Tensor:
-    """``[kv, n, M, limit + B]``."""
+    """Return the softmax ``[kv, n, M, limit + B]`` of a tile."""
     document, run, limit = tile
     rows = queries[document, :, run]
     to_context = (rows.flatten(1, 2) @ keys[document, :, :limit].mT).view(*rows.shape[:-1], limit)
@@ -170,7 +170,7 @@ def _tile_probs(queries: Tensor, keys: Tensor, own_keys: Tensor, hidden: Tensor,
 
 
 def attend_sdpa(layout: Layout, context: Context) -> Attend:
-    """A document's blocks attend to its context and to all of its blocks, some documents at a time; the mask hides the others."""
+    """Attend some documents at a time: queries of all blocks of a document, keys of its context and its blocks, and a mask."""
     documents, blocks = layout.documents, layout.blocks
     rows = blocks * layout.block_size
     seen = (~layout.context_mask()).repeat_interleave(layout.block_size, dim=1)
@@ -198,7 +198,7 @@ def attend_sdpa(layout: Layout, context: Context) -> Attend:
 
 
 def attend_flex(layout: Layout, context: Context) -> Attend:
-    """FlexAttention over the flat layout; whole tiles that the rule hides are never computed."""
+    """Attend with FlexAttention over the flat layout. Tiles that the rule hides as a whole are not computed."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     queries_count = layout.anchors.numel() * layout.block_size
@@ -225,7 +225,7 @@ compiled_flex: list[Callable[..., Any]] = []
 
 
 def _flex_kernel() -> Callable[..., Any]:
-    """Compile FlexAttention once per process; uncompiled it materialises every score."""
+    """Compile FlexAttention once per process. Uncompiled, it holds all scores in memory."""
     if not compiled_flex:
         from torch.nn.attention.flex_attention import flex_attention
 

@@ -1,8 +1,8 @@
-"""The weights a new drafter begins with: those of its target's last layers, so that it begins by reading features as they do.
+"""Initialise a new drafter with the weights of its target's last layers, which can read the features already.
 
-The features are the output of a late layer, which the layers behind it know how to read. So ``fc`` begins as mostly the last
-tap, and the draft layers as copies of the target's last layers that have attention. Features pass through no scale of those
-layers' norms, only the block's own states do: what is read of the context then outweighs the empty slots.
+The features are the output of a late layer, and the layers after it can read them. So ``fc`` begins as mostly the last tap, and
+the draft layers as copies of the target's last layers with attention. The scales of those layers' norms apply to the block's own
+states, not to the features. So attention to the context outweighs attention to the empty slots.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ from volley.models.targets.taps import decoder_layers
 
 Part = TypeVar("Part")
 LAST_TAP, OTHER_TAPS = 0.6, 0.1
-"""How much of each tap the features begin as."""
+"""Initial weights of the last tap and of each other tap in the features."""
 SCALES = tuple(0.5 ** (step / 2) for step in range(7))
-"""Scales of the last norm to try, the largest first. A smaller one would take long to grow again."""
+"""Scales of the last norm to try, largest first. A smaller scale would take long to grow again."""
 SHARPNESS = 1.3
-"""Scale of the norms of queries and keys where the target has none: about what its own queries and keys have."""
+"""Scale of the norms of queries and keys if the target has none: about the size of its own queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Attention:
         )
 
     def copy_to(self, own: DraftAttention) -> None:
-        """Give ``own`` these matrices. If this layer has fewer K/V heads than others, each stands several times."""
+        """Copy these matrices to ``own``. If this layer has fewer K/V heads than others, each is repeated."""
         count = own.k_proj.out_features // own.head_dim
         keys = torch.arange(count) * len(self.keys) // count
         own.q_proj.weight.copy_(self.queries.flatten(0, 1))
@@ -81,7 +81,7 @@ def _matrix(layer: nn.Linear) -> Tensor:
 
 
 def _projections(module: nn.Module, head_dim: int, heads: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Queries, keys and values ``[heads, d, H]``; a gate beside the queries is left out."""
+    """Return the matrices of queries, keys and values ``[heads, d, H]``, without a gate that is stored with the queries."""
     if isinstance(together := getattr(module, "qkv_proj", None), nn.Linear):
         kv = (together.out_features - heads * head_dim) // 2
         queries, keys, values = torch.split(_matrix(together), [heads * head_dim, kv, kv])
@@ -119,13 +119,16 @@ class MLP:
             gate, up = (_matrix(getattr(module, name)) for name in ("gate_proj", "up_proj"))
         else:
             return None
-        names = ("pre_feedforward_layernorm", "post_attention_layernorm")  # with the first, the second is of an output
+        names = (
+            "pre_feedforward_layernorm",
+            "post_attention_layernorm",
+        )  # beside the first, the second norms an output
         norms = [getattr(layer, name) for name in names if hasattr(layer, name)]
         scale = norm_scale(norms[0], gate.shape[1]) if norms and hasattr(layer, "input_layernorm") else None
         return cls(gate, up, _matrix(output), torch.ones(gate.shape[1]) if scale is None else scale)
 
     def copy_to(self, own: DraftMLP) -> None:
-        """Give ``own`` these matrices: of a wider MLP the first neurons; those that this one lacks begin without a say."""
+        """Copy these matrices to ``own``: the first neurons of a wider MLP. Neurons that this MLP lacks begin with output 0."""
         count = min(len(self.gate), own.gate_proj.out_features)
         own.gate_proj.weight[:count] = self.gate[:count]
         own.up_proj.weight[:count] = self.up[:count]
@@ -140,14 +143,14 @@ def norm_scale(norm: nn.Module | None, width: int) -> Tensor | None:
     if norm is None or weight is None or weight.shape != (width,):
         return None
     probe = torch.ones_like(weight)
-    probe[1::2] = -1  # of mean 0 and size 1, which every kind of norm leaves alone but for its scale
+    probe[1::2] = -1  # mean 0 and RMS 1, so that every type of norm only applies its scale
     scale = (norm(probe[None])[0] / probe).detach().to("cpu", torch.float32)
     return scale if bool(scale.isfinite().all()) else None
 
 
 @torch.no_grad()
 def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
-    """Give a new drafter the weights of the last layers of ``target``; what does not fit it stays random."""
+    """Copy the weights of the last layers of ``target`` to a new drafter; weights of other shapes stay random."""
     begin_at_head(drafter, target)
     taps, width, count = drafter.config.num_taps, drafter.config.hidden_size, len(drafter.layers)
     shares = torch.tensor([OTHER_TAPS] * (taps - 1) + [LAST_TAP])
@@ -166,7 +169,7 @@ def begin_from_target(drafter: Drafter, target: PreTrainedModel) -> None:
 
 
 def _last(layers: Iterable[nn.Module], read: Callable[[nn.Module], Part | None], count: int) -> list[Part]:
-    """Return what ``read`` finds in the last ``count`` layers that have it. If there are fewer, the first is repeated."""
+    """Return the parts that ``read`` finds in the last ``count`` layers with one. If there are fewer, repeat the first."""
     found: list[Part] = []
     for layer in reversed(list(layers)):
         if len(found) < count and (part := read(layer)) is not None:
@@ -176,7 +179,7 @@ def _last(layers: Iterable[nn.Module], read: Callable[[nn.Module], Part | None],
 
 @torch.no_grad()
 def begin_at_head(drafter: Drafter, target: PreTrainedModel) -> None:
-    """Give a new drafter the scale of the target's last norm: its states go through the same head."""
+    """Copy the scale of the target's last norm to a new drafter, whose states go through the same head."""
     scale = norm_scale(getattr(target.get_decoder(), "norm", None), len(drafter.norm.weight))
     if scale is not None:
         drafter.norm.weight.copy_(scale)
@@ -184,10 +187,10 @@ def begin_at_head(drafter: Drafter, target: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def soften(norm: RMSNorm, loss: Callable[[], float]) -> None:
-    """Shrink the last ``norm`` to where ``loss`` is least.
+    """Scale the last ``norm`` down to the least ``loss``.
 
-    The states of new layers still resemble the embedding of their own token, and with a tied head that token gets a large logit
-    for nothing: more loss than from logits that are all alike.
+    The states of new layers still resemble the embedding of their own token. With a tied head that token gets a large logit,
+    which is wrong, and the loss is higher than for equal logits.
     """
     whole, losses = norm.weight.clone(), dict[float, float]()
     for scale in SCALES:

@@ -1,4 +1,4 @@
-"""The offline feature cache: the target's features of every training document, computed once, in shards on disk."""
+"""Cache the target's features of every training document in shards on disk, computed once."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ PASS_TOKENS = 8_192  # context tokens, padding included, of one forward pass of 
 
 
 class FeatureCache:
-    """Reads what ``build`` wrote. Documents lie in order of length, so that a shard is a few batches without padding.
+    """Cache on disk, written by ``build``. Documents are in the order of their length, so a shard holds a few unpadded batches.
 
     A shard holds ``taps [tokens, taps · H]`` and, if asked for, ``final [response tokens, H]``, both bf16.
     """
@@ -69,7 +69,7 @@ class FeatureCache:
 
     @property
     def size(self) -> int:
-        """Bytes that the whole cache takes."""
+        """Bytes of the whole cache."""
         hidden: int = self.online.target.text_config.hidden_size
         tokens = sum(map(len, self.documents))
         responses = sum(len(document) - document.response_start for document in self.documents)
@@ -77,7 +77,7 @@ class FeatureCache:
         return 2 * (tokens * hidden * len(self.online.layer_ids) + final)
 
     def build(self, ranks: Ranks, say: Callable[[str], None]) -> None:
-        """Write the shards that are not there yet; a cache of another target, data or taps is refused."""
+        """Write the missing shards. Refuse a cache of another target, other data or other taps."""
         self._check_manifest()
         missing = self._missing()
         ranks.wait()  # before any process writes: all must divide the same list of shards
@@ -156,7 +156,7 @@ class FeatureCache:
         return self._open[number]
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
-        """Features of ``documents``, whose places in the data are ``indices``."""
+        """Return the features of ``documents``, which have these ``indices`` in the data."""
         dtype = self.online.target.dtype
         taps, final = [], []
         for document, index in zip(documents, indices, strict=True):

@@ -1,8 +1,8 @@
-"""Collect a target's own responses: what a drafter is trained on (DFlash §4.2).
+"""Collect a target's own responses, on which a drafter is trained (DFlash §4.2).
 
-Prompts become jobs, a source (the engine here, an endpoint in ``endpoint.py``) answers them, and every answer of a
-finished job is one line appended to a JSONL journal: OpenAI messages that end with the response. A line's ``key`` says
-which job it belongs to, so an interrupted run drops what it left half-written, skips what is there and goes on.
+Prompts become jobs. A source answers them: the engine here, or an endpoint (``endpoint.py``). Each answer of a finished job is
+one line of a JSONL journal: OpenAI messages that end with the response. The ``key`` of a line names its job. So an interrupted
+run drops the lines of an unfinished job, skips the finished ones and continues.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class CollectConfig:
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. Token ids are known only when the engine gave it."""
+    """One response. Only the engine's responses have token ids."""
 
     text: str
     finish_reason: str
@@ -88,11 +88,11 @@ class CollectJob:
     sample: int
     params: SamplingParams
     messages: list[Message]
-    """Grows with every answer and with every further turn of the user's."""
+    """Messages so far, with the answers and the user's further turns."""
     answers: list[Answer] = field(default_factory=list)
 
     def add(self, answer: Answer) -> bool:
-        """Add an answer. Returns whether the conversation is complete."""
+        """Add an answer. Return True if the conversation is complete."""
         self.messages.append({"role": "assistant", "content": answer.text})
         self.answers.append(answer)
         if len(self.answers) == self.conversation.num_answers:
@@ -105,14 +105,14 @@ class Source(Protocol):
     """Source of answers."""
 
     name: str
-    """The model that answers; a journal holds the answers of one model only."""
+    """Model that answers. A journal holds the answers of one model."""
     chat_template: str | bool
-    """Digest of the template that was applied here, ``True`` when the endpoint applies its own, ``False`` where there is none."""
+    """Digest of the template that was applied here; ``True`` if the endpoint applies its own, ``False`` if there is none."""
     refusals: list[str]
-    """Why prompts of the last run were not answered."""
+    """Reasons why prompts of the last run were not answered."""
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
-        """Answer every job and call ``done`` as each finishes. Returns how many were given up."""
+        """Answer every job, and call ``done`` when each finishes. Return the number of jobs that were given up."""
         ...
 
 
@@ -122,7 +122,7 @@ class Progress:
 
     finished: int
     skipped: int
-    """Jobs the journal already held."""
+    """Number of jobs that the journal held already."""
     total: int
     output_tokens: int
     seconds: float
@@ -133,14 +133,14 @@ class Progress:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def describe(self) -> str:
-        """One line for the terminal."""
+        """Describe the progress in one line."""
         line = f"{self.skipped + self.finished}/{self.total} responses · {self.output_tokens} tokens"
         line += f" · {self.tokens_per_second:.0f} tokens/s"
         return line + (f" · {self.skipped} were there" if self.skipped else "")
 
 
 class Journal:
-    """The append-only output file. Rows after the last complete job are an interrupted write and are cut off."""
+    """Append-only output file. Rows after the last complete job are from an interrupted write, and are cut off."""
 
     def __init__(self, path: Path, model: str) -> None:
         self.path = path
@@ -163,7 +163,7 @@ class Journal:
             file.truncate(whole)
 
     def _admit(self, line: bytes, number: int, model: str) -> bool:
-        """Return whether this row completes its job. Raises InputError for a row of no collection or of another model."""
+        """Return True if this row completes its job. Raise InputError if it is not from a collection, or from another model."""
         try:
             row = json.loads(line)
             key, found, complete = row["key"], row["model"], bool(row["turn"] == row["turns"])
@@ -188,13 +188,13 @@ class Journal:
         self.keys.add(rows[-1]["key"])
 
     def close(self) -> None:
-        with suppress(OSError):  # of what could not be written ``append`` has told
+        with suppress(OSError):  # ``append`` has raised the error of a failed write
             os.fsync(self._file.fileno())
             self._file.close()
 
 
 def make_jobs(config: CollectConfig) -> list[CollectJob]:
-    """Every response wanted, in order. Equal conversations are asked once for each sample."""
+    """Make the jobs in order: one for each distinct conversation and sample."""
     jobs: dict[str, CollectJob] = {}
     conversations = [c for source in config.prompts for c in load_prompts(source, config.data_dir, config.limit)]
     for index, conversation in enumerate(conversations):
@@ -219,7 +219,7 @@ def make_jobs(config: CollectConfig) -> list[CollectJob]:
 
 
 def to_rows(job: CollectJob, source: Source, thinking: bool | None) -> list[dict[str, Any]]:
-    """The journal's lines for a finished job, one per answer: OpenAI messages and how they were sampled."""
+    """Return the journal's lines for a finished job, one per answer: OpenAI messages and their sampling parameters."""
     rows = []
     first = len(job.messages) + 2 - 2 * len(job.answers)  # messages up to the first answer; each turn adds two
     for turn, answer in enumerate(job.answers, 1):
@@ -250,7 +250,7 @@ def to_rows(job: CollectJob, source: Source, thinking: bool | None) -> list[dict
 
 
 def collect(config: CollectConfig, source: Source, report: Callable[[Progress], None] | None = None) -> Progress:
-    """Write a response for every job the journal lacks. A run may be interrupted and repeated."""
+    """Answer every job that the journal lacks. A run may be interrupted and repeated."""
     jobs = make_jobs(config)
     journal = Journal(config.out, source.name)
     missing = [job for job in jobs if job.key not in journal.keys]
@@ -276,7 +276,7 @@ def collect(config: CollectConfig, source: Source, report: Callable[[Progress], 
 
 
 def check_single(job: CollectJob) -> None:
-    """Refuse a chat where prompts are sent as they are."""
+    """Refuse a chat if prompts are sent without a template."""
     if job.conversation.num_answers > 1 or len(job.messages) > 1:
         raise InputError(
             f"prompt {job.conversation.id} is a chat; a model without a chat template takes single prompts: give rows of "
@@ -285,7 +285,7 @@ def check_single(job: CollectJob) -> None:
 
 
 class BatchGenerator(Protocol):
-    """The part of ``Engine`` that collecting needs."""
+    """Part of ``Engine`` that collecting needs."""
 
     @property
     def tokenizer(self) -> Any: ...
@@ -296,7 +296,7 @@ class BatchGenerator(Protocol):
 
 
 class EngineSource:
-    """Answers from the engine, ``batch`` conversations at a time; those with turns left join the next batch."""
+    """Source that answers with the engine, ``batch`` conversations at a time. Those with turns left join the next batch."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class EngineSource:
         batch: int = 1024,
         most_tokens: int | None = None,
     ) -> None:
-        """``most_tokens`` may a prompt and its answer have together."""
+        """Answer with ``engine``. ``most_tokens`` limits a prompt and its answer together."""
         check_template(engine.tokenizer, thinking)
         self.engine = engine
         self.name = name
@@ -314,11 +314,11 @@ class EngineSource:
         self.batch = batch
         self.most_tokens = most_tokens or sys.maxsize
         self.refusals: list[str] = []
-        """Why prompts were not answered."""
+        """Reasons why prompts were not answered."""
         self.chat_template: str | bool = template_digest(engine.tokenizer)
 
     def _room(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Tokens that an answer may have, if any."""
+        """Return the most tokens that an answer may have; 0 or less if none fit."""
         return min(self.engine.room(len(prompt), params), self.most_tokens - len(prompt))
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
@@ -328,7 +328,7 @@ class EngineSource:
                 check_single(job)
         fresh, open_jobs, refused, self.refusals = iter(jobs), list[CollectJob](), 0, []
         turns = max((job.conversation.num_answers for job in jobs), default=1)
-        at_once = max(1, self.batch // turns)  # a kill loses the conversations that are not complete
+        at_once = max(1, self.batch // turns)  # if the run is killed, unfinished conversations are lost
         while batch := open_jobs + list(islice(fresh, at_once - len(open_jobs))):
             prompts = [encode_chat(self.engine.tokenizer, job.messages, thinking=self.thinking) for job in batch]
             rooms = [self._room(ids, job.params) for job, ids in zip(batch, prompts, strict=True)]

@@ -25,7 +25,7 @@ from volley.train.shape import drafter_config
 from volley.train.step import BlockForward, StepFunction
 
 _KV = -3
-"""Layer i's K/V have the number ``_KV - i`` among remembered features."""
+"""Number under which layer 0's K/V are remembered; layer i has ``_KV - i``."""
 
 
 def train_cross(config: TrainConfig) -> Path:
@@ -38,7 +38,7 @@ def train_cross(config: TrainConfig) -> Path:
 
 
 class CrossForward(BlockForward):
-    """The drafter over all blocks of a step, which attend to K/V ``[D, S, layers · 2 · kv_heads · d]`` of their documents."""
+    """Runs the drafter over all blocks of a step. They attend to their documents' K/V ``[D, S, layers · 2 · kv_heads · d]``."""
 
     drafter: CrossDrafter
 
@@ -48,7 +48,7 @@ class CrossForward(BlockForward):
         """Return states ``[D·A, B, H]``; the other arguments are those of :meth:`CrossDrafter.denoise`."""
         (documents, length), size, dim = kv.shape[:2], positions.shape[-1], self.drafter.config.head_dim
         seen = ~Layout(anchors, length, size, window).context_mask()
-        seen[..., 0] |= ~seen.any(-1)  # blocks that only fill the table; the loss leaves them out
+        seen[..., 0] |= ~seen.any(-1)  # padding blocks, which have no weight in the loss
         seen = seen.repeat_interleave(size, dim=1)[:, None]
         both = [x.view(documents, length, -1, dim).transpose(1, 2) for x in kv.chunk(2 * len(self.drafter.layers), -1)]
 
@@ -89,7 +89,7 @@ class CrossLearner(Learner):
 
 @torch.no_grad()
 def begin_from_layers(drafter: CrossDrafter, target: FrozenTarget) -> None:
-    """Give each layer the weights of the target's layer whose K/V it reads; what does not fit stays random."""
+    """Copy to each layer the weights of the target's layer whose K/V it reads; weights of other shapes stay random."""
     begin_at_head(drafter, target.model)
     layers, config = decoder_layers(target.model), drafter.config
     drafter.mask.mul_(target.embed(torch.arange(len(drafter.mask), device=target.device)).float().std() / 0.02)

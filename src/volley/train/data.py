@@ -1,4 +1,4 @@
-"""Training rows: read them and turn them into the token ids the target would have produced."""
+"""Read training rows, and turn them into the token ids that the target would have produced."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ from volley.train.features import FrozenTarget
 from volley.train.options import TrainConfig, filled
 
 Row = dict[str, Any]
-EVAL_DOCUMENTS = 128  # rows that the held-out loss is measured on
+EVAL_DOCUMENTS = 128  # most rows for the held-out loss
 
 
 def read_rows(paths: Sequence[str | Path]) -> list[Row]:
-    """Rows of JSONL files; a bad line is an error that names file and line."""
+    """Read the rows of JSONL files. The error for a bad line names file and line."""
     rows = [_check(row, f"{path} line {number}") for path in paths for number, row in read_jsonl(Path(path))]
     if not rows:
         raise InputError(f"{', '.join(map(str, paths))}: no rows; collect responses with `volley collect` first")
@@ -65,10 +65,10 @@ def _has_ids(row: Row) -> bool:
 def encode_rows(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_length: int, stop_token_ids: set[int]
 ) -> list[Document]:
-    """One document per row, cut to ``max_length``.
+    """Make one document of each row, cut to ``max_length``.
 
-    A row's own token ids are taken as they are. Otherwise the prompt goes through the chat template with its generation
-    prompt; the response is tokenised separately and ends with the end of turn, as the target wrote it.
+    A row's own token ids are used if it has them. Otherwise the prompt goes through the chat template with its generation
+    prompt. The response is tokenised separately, and ends with the end of turn, as the target wrote it.
     """
     end = end_of_turn(tokenizer, stop_token_ids)
     documents = []
@@ -81,7 +81,7 @@ def encode_rows(
 def count_response_tokens(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], stop_token_ids: set[int], vocab_size: int
 ) -> list[int]:
-    """The count of each of ``vocab_size`` tokens in the rows' responses."""
+    """Count each of ``vocab_size`` tokens in the responses of the rows."""
     documents = encode_rows(tokenizer, rows, sys.maxsize, stop_token_ids)
     _check_vocabulary(documents, vocab_size)
     return response_counts(documents, vocab_size).tolist()
@@ -124,7 +124,7 @@ def _encode_chunk(
 
 
 def _is_bare(row: Row) -> bool:
-    """Return whether the target read the prompt without a chat template, as ``volley collect --raw`` has servers do."""
+    """Return True if the target read the prompt without a chat template (``volley collect --raw``)."""
     return row.get("chat_template") is False and len(row["messages"]) == 2
 
 
@@ -133,7 +133,7 @@ def _thinking(row: Row) -> bool | None:
 
 
 def _template(row: Row, own: str | bool) -> str | bool | None:
-    """Digest of the template of a row's prompt, where it is known; ``own`` is that of the tokenizer, which renders texts."""
+    """Return the digest of the template of a row's prompt, if it is known; ``own`` is that of the tokenizer."""
     if not _has_ids(row):
         return not _is_bare(row) and own
     found = row.get("chat_template")
@@ -141,7 +141,7 @@ def _template(row: Row, own: str | bool) -> str | bool | None:
 
 
 def asked(row: Row) -> str:
-    """A digest of what a row answers. All turns of a conversation have one, since each holds the ones before."""
+    """Return a digest of the conversation that a row belongs to; it is equal for all turns."""
     if row.get("turns", 1) > 1:
         prompt = row.get("id")
     else:
@@ -150,7 +150,7 @@ def asked(row: Row) -> str:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
-    """The token ids of a row's prompt."""
+    """Return the token ids of a row's prompt."""
     if _has_ids(row):
         return list(row["prompt_token_ids"])
     if _is_bare(row):
@@ -159,7 +159,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[int]:
 
 
 class TrainingData:
-    """Rows to train on (``documents``) and held-out ones (``held_out``, and ``prompts`` for the engine)."""
+    """Training rows (``documents``) and held-out rows (``held_out``, and ``prompts`` for the engine)."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget) -> None:
         self.target = target
@@ -201,7 +201,7 @@ class TrainingData:
         return [row for index, row in enumerate(rows) if index not in held], [rows[index] for index in sorted(held)]
 
     def _prompts(self, rows: list[Row], config: TrainConfig, context: int) -> list[list[int]]:
-        """Different prompts of ``rows`` that leave room for an answer."""
+        """Return the distinct prompts of ``rows`` after which an answer fits the context."""
         found: dict[tuple[int, ...], None] = {}
         for row in rows:
             if len(found) >= config.eval_prompts:
@@ -218,7 +218,7 @@ class TrainingData:
         return encoded
 
     def summary(self) -> dict[str, Any]:
-        """Return the training report's facts about the data: counts, and how the responses were made."""
+        """Return the facts about the data for the report: counts, and how the responses were made."""
         return {
             **self.origin,
             "longest": max(self.lengths),
@@ -230,7 +230,7 @@ class TrainingData:
         }
 
     def describe(self) -> str:
-        """One line for the terminal."""
+        """Describe the data in one line."""
         return (
             f"data: {len(self.documents)} rows, {sum(self.lengths)} tokens, {self.response_tokens} of them in responses; "
             f"{self.dropped} rows too short, {len(self.held_out)} held out for the loss and {len(self.prompts)} for τ"

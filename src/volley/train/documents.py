@@ -1,4 +1,4 @@
-"""Documents (the token ids that are trained on) and their batches."""
+"""Define documents, the token ids of training rows, and divide them into batches."""
 
 import hashlib
 import random
@@ -21,7 +21,7 @@ class Document:
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
-    """A digest of every token and every response start."""
+    """Return a digest of all tokens and response starts."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(document.token_ids.numpy().tobytes())
@@ -30,7 +30,7 @@ def fingerprint(documents: Sequence[Document]) -> str:
 
 
 def response_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
-    """How often each token ``[V]`` stands in the responses."""
+    """Count the occurrences ``[V]`` of each token in the responses."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for document in documents:
         counts += torch.bincount(document.token_ids[document.response_start :].long(), minlength=vocab_size)
@@ -38,10 +38,10 @@ def response_counts(documents: Sequence[Document], vocab_size: int) -> Tensor:
 
 
 def plan_epoch(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
-    """Batches of document indices for one epoch: alike in length, in random order, ``rows × longest ≤ tokens_per_batch``.
+    """Return the batches of one epoch, as document indices, in random order; ``rows × longest ≤ tokens_per_batch``.
 
-    Documents are shuffled, then sorted by length inside pools of some fifty batches: padding stays small and neighbours
-    differ from epoch to epoch. A document longer than the budget makes a batch of its own. Depends on its arguments alone.
+    Documents are shuffled, then sorted by length inside pools of about fifty batches. So padding stays small, and neighbours
+    differ from epoch to epoch. A document longer than the budget is a separate batch. The result depends only on the arguments.
     """
     rng = random.Random(f"{seed}/{epoch}")
     order = list(range(len(lengths)))
@@ -69,6 +69,6 @@ def split_batches(indices: Sequence[int], lengths: Sequence[int], tokens_per_bat
 
 
 def pad(documents: Sequence[Document]) -> Tensor:
-    """``[D, S]`` int64, right-padded with 0: the models are causal and no anchor reaches the padding."""
+    """Return the token ids ``[D, S]`` (int64), right-padded with 0. The models are causal, and no anchor reaches the padding."""
     rows = [document.token_ids.long() for document in documents]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -1,4 +1,4 @@
-"""Answers from an OpenAI-compatible endpoint. A request that fails is tried again after a while."""
+"""Collect answers from an OpenAI-compatible endpoint. Failed requests are repeated after a delay."""
 
 import asyncio
 import random
@@ -17,12 +17,13 @@ _REFUSALS_BEFORE_GIVING_UP = 8
 
 
 class _PromptRefused(Exception):
-    """The endpoint will never answer this prompt."""
+    """Raised if the endpoint will never answer a prompt."""
 
 
 @dataclass
 class EndpointSource:
-    """Chat completions over HTTP. ``url`` ends where ``/chat/completions`` begins (``http://host:8000/v1``)."""
+    """Source that requests chat completions over HTTP. ``url`` is the part before ``/chat/completions``
+    (``http://host:8000/v1``)."""
 
     url: str
     model: str | None = None
@@ -33,14 +34,14 @@ class EndpointSource:
     """Requests in flight."""
     retries: int = 6
     backoff_seconds: float = 1.0
-    """Wait before the first retry; doubles with each, with jitter, up to a minute."""
+    """Delay before the first retry. It doubles with each retry, with jitter, up to a minute."""
     timeout_seconds: float = 600.0
     name: str = field(init=False)
     chat_template: str | bool = field(init=False, default=True)
     raw: bool = False
     """Send prompts as they are to ``/completions``: for a base model, which has no chat template."""
     refusals: list[str] = field(init=False, default_factory=list)
-    """Why prompts were given up, for the caller to show."""
+    """Reasons why prompts were given up, for the caller to show."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -52,7 +53,7 @@ class EndpointSource:
         self.name = self.model or asyncio.run(self._only_model())
 
     def run(self, jobs: Iterable[CollectJob], done: Callable[[CollectJob], None]) -> int:
-        """Answer every job; refused prompts are counted, any other lasting failure is an ``EndpointError``."""
+        """Answer every job, and return the number of refused prompts. Raise ``EndpointError`` for any other lasting failure."""
         self.refusals = []
         jobs = list(jobs)
         if self.raw:
@@ -114,7 +115,7 @@ class EndpointSource:
             "max_tokens": params.max_tokens,
             "seed": params.seed,
         }
-        # Fields that OpenAI itself does not know are sent only where they say something.
+        # Fields that OpenAI's API lacks are sent only if they differ from the default.
         if params.top_k:
             body["top_k"] = params.top_k
         if params.min_p:
@@ -127,7 +128,7 @@ class EndpointSource:
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """The JSON of a successful answer; a request that fails is repeated up to ``retries`` times."""
+        """Return the JSON of a successful answer. A request that fails is repeated up to ``retries`` times."""
         for attempt in range(1, self.retries + 2):
             wait = 0.0
             try:
@@ -154,7 +155,7 @@ class EndpointSource:
 
 
 def retry_after(response: httpx.Response) -> float:
-    """Seconds, 60 at most, that the server asks to wait."""
+    """Return the seconds that the server asks to wait, at most 60."""
     try:
         return min(60.0, float(response.headers.get("retry-after", 0)))
     except ValueError:  # an HTTP date

@@ -1,4 +1,4 @@
-"""How well the drafter drafts on held-out rows: teacher-forced, and the real τ by decoding with volley's own engine."""
+"""Evaluate a drafter on held-out rows: teacher-forced, and by the real τ of decoding with volley's engine."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ FEWEST_BLOCKS = 32
 
 
 class HeldOut:
-    """The held-out rows of a run, and the two measurements on them."""
+    """Held-out rows of a run, with both measurements on them."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HeldOut:
         features: FeatureSource,
         serving: Target | None = None,
     ) -> None:
-        """``serving`` is the target that decodes; without it one is loaded for each measurement."""
+        """Prepare measurements. ``serving`` is the target that decodes; without it each measurement loads one."""
         self.config = config
         self.documents = data.held_out
         self.longest = max(data.lengths)
@@ -50,7 +50,7 @@ class HeldOut:
 
     @torch.no_grad()
     def teacher_forced(self) -> dict[str, Any]:
-        """Loss, cross-entropy, τ, accuracy per slot and the draft window given the true tokens; nothing without held-out rows."""
+        """Return loss, cross-entropy, τ, accuracy per slot and the draft window, given the true tokens; empty without rows."""
         held = self.documents
         if not held:
             return {}
@@ -85,7 +85,7 @@ class HeldOut:
     def _narrowed(
         self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], features: Features, window: int
     ) -> Tensor:
-        """Which slots ``[n, B − 1]`` are right with ``window`` tokens of context, of the n blocks that have more."""
+        """Return which slots ``[n, B − 1]`` are right with ``window`` tokens of context, for the n blocks with more context."""
         cut = [[anchor for anchor in row if anchor > window] for row in anchors]
         some = [index for index, row in enumerate(cut) if row]
         if not some:
@@ -96,7 +96,7 @@ class HeldOut:
         return result.slots.correct[result.anchors.cpu() > window]
 
     def decoded(self, drafter: Drafter) -> dict[str, Any]:
-        """The real τ; nothing where there is no prompt."""
+        """Return the real τ; empty without prompts."""
         if not self.prompts:
             return {}
         target = self.step_function.target
@@ -112,10 +112,10 @@ class HeldOut:
 
 
 def choose_window(right: Tensor, within: Mapping[int, Tensor], valid: Tensor, anchors: Tensor, longest: int) -> int:
-    """The narrowest draft window that keeps ``ENOUGH`` of τ, at most ``longest``: no longer context was ever trained on.
+    """Return the narrowest draft window that keeps ``ENOUGH`` of τ; at most ``longest``, the longest context in training.
 
-    ``right`` and ``valid`` ``[N, B − 1]`` are of blocks at ``anchors [N]`` that see their whole context; ``within`` says the same
-    as ``right`` by window, of the blocks that have more context than it holds. These judge it.
+    ``right`` and ``valid`` ``[N, B − 1]`` are the slots of blocks at ``anchors [N]`` that see their whole context.
+    ``within[window]`` are the right slots under a window, of the blocks with more context. A window is judged by these blocks.
     """
     for window, narrowed in sorted(within.items()):
         cut = anchors > window
@@ -136,10 +136,10 @@ def evaluate_tau(
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, Any]:
-    """Greedy decoding of ``prompts``: mean τ over all cycles, and the share of cycles that accepted each slot.
+    """Decode ``prompts`` greedily. Return the mean τ over all cycles, and the share of cycles that accepted each slot.
 
-    The engine's ``target`` is another than the training's, which must keep its dense attention. ``drafter`` is left as it is.
-    Prompts that do not fit in the engine are left out.
+    ``target`` must not be the training's, which keeps its dense attention. ``drafter`` does not change. Prompts that do not fit
+    in the engine are left out.
     """
     copy = Drafter(drafter.config)
     copy.load_state_dict(drafter.state_dict())

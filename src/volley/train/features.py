@@ -1,4 +1,4 @@
-"""Features of each position from the frozen target: tapped hidden states and, if asked for, its soft labels."""
+"""Compute features of each position with the frozen target: tapped hidden states and, if requested, its final states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,21 +32,21 @@ class Features:
 
 
 MEMORY = 0.25
-"""Share of a machine's memory that remembered features may take."""
+"""Share of a machine's memory for remembered features."""
 KEPT = torch.bfloat16
-"""The type of remembered features: that of most targets when they serve, and half of fp32's bytes."""
+"""Dtype of remembered features: that of most targets in serving, with half of fp32's bytes."""
 PAGE = 16
-"""Tokens of a page while documents are read."""
+"""Tokens of a K/V page while documents are read."""
 FINAL = -2
-"""Stands for the final states among the numbers of layers, of which -1 is the embedding."""
+"""Number that stands for the final states among layer ids, in which -1 is the embedding."""
 
 
 class FrozenTarget:
-    """The target as training needs it: dense, frozen, without a KV cache."""
+    """Target for training: dense, frozen, without a K/V cache."""
 
     served: Target | None = None
-    """The target as it decodes, if it is a GGUF file whose quantised weights the kernels keep. Its features differ from the
-    dense ones, and are read faster."""
+    """Target for decoding, if it is a GGUF file whose quantised weights the kernels keep. Its features differ from the dense
+    ones, and are computed faster."""
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device, served: Target | None = None) -> None:
         try:
@@ -64,7 +64,7 @@ class FrozenTarget:
         self.pass_weights = _pass_weights(model)
         leave_out_cudnn_attention()
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
-        accelerate(self.model)  # as the engine does: features in training are rounded like those in decoding
+        accelerate(self.model)  # as in the engine, so that features are rounded as in decoding
         self.text_config: Any = model.config.get_text_config()
         self.device = device
         self.dtype = dtype
@@ -74,7 +74,7 @@ class FrozenTarget:
         self.remembered = FeatureMemory(int(MEMORY * memory_bytes(device)))
 
     def _head(self) -> Tensor:
-        """``[V, H]``, times the model's logit scale; ``[V, H + 1]`` if the head has a bias."""
+        """Return the head ``[V, H]`` times the model's logit scale; ``[V, H + 1]`` with a bias as the last column."""
         layer = self.model.get_output_embeddings()
         head: Tensor = layer.weight.detach()
         bias = getattr(layer, "bias", None)
@@ -87,7 +87,7 @@ class FrozenTarget:
 
     @property
     def plain_ends(self) -> TargetEnds | None:
-        """Embedding and head as matrices; ``None`` where logits take more than the head's (a bias, a scale or a cap)."""
+        """Return embedding and head as matrices; ``None`` if logits also have a bias, a scale or a cap."""
         ends = target_ends(self.model)
         return ends if self.softcap is None and self.head.data_ptr() == ends.head.data_ptr() else None
 
@@ -103,18 +103,18 @@ class FrozenTarget:
 
 
 def target_ends(model: PreTrainedModel) -> TargetEnds:
-    """The matrices of its embedding and of its head."""
+    """Return the matrices of a model's embedding and head."""
     return TargetEnds(model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach())
 
 
 def _pass_weights(model: PreTrainedModel) -> int:
-    """How many weights a pass reads: all but an embedding that is not the head as well."""
+    """Return the number of weights that a pass reads: all but an untied embedding."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return sum(map(torch.numel, model.parameters())) - (0 if embedding is head else torch.numel(embedding))
 
 
 def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """With fused attention where the architecture has it (one with attention sinks, for example, has not)."""
+    """Load a model with fused attention if its architecture supports it; models with attention sinks, for example, do not."""
     try:
         return load_causal_lm(path, dtype, "sdpa")
     except ValueError as error:
@@ -137,19 +137,19 @@ def read_served(target: Target, documents: Sequence[Document], layer_ids: Sequen
 
 
 class FeatureSource(Protocol):
-    """Source of features: the target in every step (:class:`OnlineFeatures`), or once (:class:`RememberedFeatures`)."""
+    """Source of features: runs the target in every step (:class:`OnlineFeatures`) or once (:class:`RememberedFeatures`)."""
 
     target: FrozenTarget
     layer_ids: tuple[int, ...]
     with_final: bool
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
-        """Features of ``documents``, whose places in the data are ``indices``."""
+        """Return the features of ``documents``, which have these ``indices`` in the data."""
         ...
 
 
 class OnlineFeatures:
-    """Runs the target on each batch. ``with_final`` also asks for the final states of response positions."""
+    """Runs the target on each batch. With ``with_final``, features include the final states of response positions."""
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
         self.target = target
@@ -158,7 +158,7 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
-        """Features of ``documents``, whose places in the data are ``indices``."""
+        """Return the features of ``documents``, which have these ``indices`` in the data."""
         if self.target.served is not None and not self.with_final:
             return Features(read_served(self.target.served, documents, self.layer_ids).to(self.target.dtype), None)
         token_ids = pad(documents).to(self.target.device)
@@ -168,9 +168,10 @@ class OnlineFeatures:
 
 
 class FeatureMemory:
-    """States ``[S, H]`` of layers, and final ones, of documents, in ``budget`` bytes.
+    """Cache of documents' states ``[S, H]`` by layer, of at most ``budget`` bytes.
 
-    What does not fit is not kept. Nothing gives way to it: a training reads documents in turn, so the oldest come next.
+    States that do not fit are not kept. Nothing is evicted for them, because a training reads documents in turn and needs the
+    oldest next.
     """
 
     def __init__(self, budget: int) -> None:
@@ -179,11 +180,11 @@ class FeatureMemory:
         self._known: dict[bytes, dict[int, Tensor]] = {}
 
     def of(self, document: Document) -> dict[int, Tensor]:
-        """States by layer, the final ones by ``FINAL``."""
+        """Return the states by layer; the final ones are under ``FINAL``."""
         return self._known.get(document.token_ids.numpy().tobytes(), {})
 
     def add(self, document: Document, states: dict[int, Tensor]) -> None:
-        """Keep ``states`` too, where they fit."""
+        """Add ``states`` if they fit."""
         size = sum(state.nbytes for state in states.values())
         if self.size + size <= self.budget:
             self._known.setdefault(document.token_ids.numpy().tobytes(), {}).update(states)
@@ -194,9 +195,10 @@ class FeatureMemory:
 
 
 class RememberedFeatures:
-    """Runs the target on what :attr:`FrozenTarget.remembered` lacks, which all trainings of a target share.
+    """Runs the target only for states that :attr:`FrozenTarget.remembered` lacks. All trainings of a target share that cache.
 
-    Documents pass one at a time, so that the features of one do not depend on which others are known; :meth:`read` takes many.
+    Documents are read one at a time, so that the features of one do not depend on which others are cached. :meth:`read` reads
+    many together.
     """
 
     def __init__(self, target: FrozenTarget, layer_ids: Sequence[int], with_final: bool) -> None:
@@ -204,14 +206,14 @@ class RememberedFeatures:
         self.online: FeatureSource = OnlineFeatures(target, layer_ids, with_final)
 
     def __call__(self, documents: Sequence[Document], indices: Sequence[int]) -> Features:
-        """Features of ``documents``, whose places in the data are ``indices``."""
+        """Return the features of ``documents``, which have these ``indices`` in the data."""
         found, dtype = [self._states(document) for document in documents], self.target.dtype
         taps = [torch.cat([states[layer] for layer in self.layer_ids], dim=-1).to(dtype) for states in found]
         final = [states[FINAL].to(dtype) for states in found] if self.with_final else []
         return Features(pad_sequence(taps, batch_first=True), pad_sequence(final, batch_first=True) if final else None)
 
     def read(self, documents: Sequence[Document]) -> None:
-        """Remember the features of ``documents``, read in one pass, which takes less time than one for each."""
+        """Read ``documents`` in one pass, which is faster than one pass for each, and cache their features."""
         made = self.online(documents, range(len(documents)))
         for row, document in enumerate(documents):
             self._remember(document, made, row)

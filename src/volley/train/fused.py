@@ -1,6 +1,6 @@
-"""The drafter's small operations with explicit backward passes; autograd's keep fp32 copies of every activation.
+"""Compute the drafter's norms and rotations with explicit backward passes; autograd's keep fp32 copies of every activation.
 
-On a CPU norms and rotations take most of a small drafter's training time, matrix products very little.
+On a CPU norms and rotations take most of a small drafter's training time, and matmuls very little.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # mallopt's names for i
 
 
 class _Norm(torch.autograd.Function):
-    """``x / rms(x) · weight`` over the last dimension; everything as wide as ``x`` stays in its dtype."""
+    """Compute ``x / rms(x) · weight`` over the last dimension. All tensors as large as ``x`` have its dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,7 +25,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, scale)
         ctx.eps = eps
         ctx.weight_dtype = weight.dtype
-        with torch.autocast(x.device.type, enabled=False):  # which would widen it on a GPU
+        with torch.autocast(x.device.type, enabled=False):  # autocast would convert to fp32 on a GPU
             return rms_norm(x, scale.shape, scale, eps)
 
     @staticmethod
@@ -45,7 +45,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Rotation(torch.autograd.Function):
-    """``rotate`` of ``x [T, heads, d]``; its backward pass is the rotation by the opposite angle."""
+    """Rotate ``x [T, heads, d]``. The backward pass rotates by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Both halves of ``cos`` and ``sin`` are alike, as in ``Rotary``."""
+    """Rotate ``x`` by the angles times ``sign``. Both halves of ``cos`` and ``sin`` are equal, as in ``Rotary``."""
     half = x.shape[-1] // 2
     turned = x * cos
     sin = sin[..., :half]
@@ -69,7 +69,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 def fuse(drafter: Drafter) -> None:
-    """Replace the forwards of norms and projections in place. Parameters stay where and what they are."""
+    """Replace the forwards of norms and projections in place. Parameters do not change."""
     for module in drafter.modules():
         if isinstance(module, RMSNorm):
             _fuse_norm(module)
@@ -101,7 +101,7 @@ def _fuse_rotations(attention: DraftAttention) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory: page faults on fresh memory cost more than the computation."""
+    """Let glibc keep freed memory, because page faults on new memory take longer than the computation."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

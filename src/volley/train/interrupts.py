@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand."""
+"""End a run after its current step on Ctrl-C or SIGTERM."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Interrupts:
-    """Notes a first Ctrl-C or SIGTERM in ``seen``; a second one ends the process.
+    """Records a first Ctrl-C or SIGTERM in ``seen``; a second one ends the process.
 
-    Signals reach the main thread alone: in another thread this does nothing.
+    Only the main thread receives signals; in another thread this does nothing.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that a run trains: a drafter, new or started from another one."""
+"""Make the module that a run trains: a drafter, new or started from another one."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ from volley.train.vocabulary import Vocabulary, choose_vocabulary
 
 
 class Learner:
-    """The drafter as ``model``, with fused operations."""
+    """The trained drafter as ``model``, with fused operations."""
 
     def __init__(self, config: TrainConfig, target: FrozenTarget, data: TrainingData, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -46,11 +46,11 @@ class Learner:
 
     @property
     def size(self) -> int:
-        """How many numbers learn."""
+        """Number of trained parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def describe(self) -> str:
-        """One line for the terminal."""
+        """Describe the drafter in one line."""
         shape = self.shape
         drafted = "" if self.vocabulary is None else f", drafts {self.vocabulary.size} of {shape.vocab_size} tokens"
         return (
@@ -60,7 +60,7 @@ class Learner:
         )
 
     def drafter(self) -> Drafter | None:
-        """A copy of the drafter as it stands, on the first process."""
+        """Return a copy of the current drafter on the first process; ``None`` on others."""
         if not self.ranks.first:
             return None
         weights = self.model.state_dict()
@@ -84,7 +84,7 @@ def _new_drafter(config: TrainConfig, target: FrozenTarget, data: TrainingData) 
 
 
 def _vocabulary(config: TrainConfig, target: FrozenTarget, documents: Sequence[Document]) -> Vocabulary | None:
-    """Return the tokens that the drafter drafts, ``None`` for all. A kept shape leaves them as they are."""
+    """Return the tokens that the drafter drafts, ``None`` for all. A kept shape keeps its tokens."""
     if config.keep_shape or config.draft_vocab_size == 0:
         return None
     ends, size = target.plain_ends, config.draft_vocab_size

@@ -1,4 +1,4 @@
-"""Train a drafter for a frozen target: ``train`` is the whole run, ``Trainer.step`` the recipe (DFlash §4.2, §A.1)."""
+"""Train a drafter for a frozen target: ``train`` does the whole run, ``Trainer.step`` one step (DFlash §4.2, §A.1)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -37,13 +37,13 @@ _CLEARLY_WORSE = 0.97
 MAX_NORM = 1.0
 """Norm of the gradient above which it is scaled down."""
 PROBED, PROBED_BLOCKS = 8, 4
-"""Documents that a new drafter is tried on, and blocks of each."""
+"""Number of documents on which a new drafter's loss is probed, and of blocks of each."""
 
 
 def train(config: TrainConfig, kind: "type[Trainer] | None" = None) -> Path:
-    """Train, or go on with, the run in ``config.out``; returns the folder of the drafter.
+    """Begin or continue the run in ``config.out``. Return the folder of the drafter.
 
-    ``kind`` trains another drafter than DFlash's.
+    ``kind`` is the trainer of another type of drafter than DFlash's.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -62,7 +62,7 @@ def train(config: TrainConfig, kind: "type[Trainer] | None" = None) -> Path:
 
 
 class Trainer:
-    """One run: data, what learns, its optimizer, and where the run stands."""
+    """One run: its data, learner, optimizer and position."""
 
     learner_class: type[Learner] = Learner
     step_class: type[StepFunction] = StepFunction
@@ -78,7 +78,8 @@ class Trainer:
         serving: Target | None = None,
         speaks: bool = True,
     ) -> None:
-        """``target`` is the one that ``config`` names, where it is loaded already; ``serving`` the same as it decodes."""
+        """Prepare a run. ``target`` is the target of ``config``, if it is loaded already; ``serving`` is the same target for
+        decoding."""
         self.ranks = ranks
         self.reporter = Reporter(Path(config.out), ranks.first and speaks)
         if target is None:
@@ -100,7 +101,7 @@ class Trainer:
         self.values: dict[str, Any] = {}
         """Results of the last evaluation."""
         self.update_seconds = 0.0
-        """Seconds of the optimizer in all steps. It takes as long for a small batch as for a large one."""
+        """Seconds of the optimizer in all steps, which do not depend on the size of batches."""
 
     def _feature_source(self) -> FeatureSource:
         step_function, taps = self.step_function, self.learner.shape.target_layer_ids
@@ -109,14 +110,14 @@ class Trainer:
         return source(step_function.target, taps, step_function.objective.soft > 0)
 
     def _probe(self) -> float:
-        """The loss of some blocks of the first documents."""
+        """Return the loss of some blocks of the first documents."""
         documents = self.data.documents[:PROBED]
         drawn = [self.step_function.draw_anchors(document, index, 0) for index, document in enumerate(documents)]
         features = self.source(documents, range(len(documents)))
         return self.step_function(documents, [row[:PROBED_BLOCKS] for row in drawn], features).loss.item()
 
     def resume(self) -> None:
-        """Go on from the checkpoint in ``out``, if there is one."""
+        """Continue from the checkpoint in ``out``, if there is one."""
         position = self.saved_run.restore()
         if position is not None:
             self.schedule.go_on(position)
@@ -145,7 +146,7 @@ class Trainer:
                     at.evaluation = time.monotonic() - started
                     at.seconds += at.evaluation
                     evaluations.restart()
-                    if config.keep_best:  # the checkpoint must know of the drafter that was kept
+                    if config.keep_best:  # the checkpoint records the τ of the drafter that was kept
                         self.saved_run.save(at)
                         saves.restart()
                 if saves.due(at.step):
@@ -159,7 +160,7 @@ class Trainer:
 
     @property
     def product(self) -> Path:
-        """The folder of the drafter."""
+        """Return the folder of the drafter."""
         return self.reporter.out / "drafter"
 
     def _prepare(self) -> None:
@@ -176,7 +177,7 @@ class Trainer:
         self.reporter.start(self.schedule.position)
 
     def _check_memory(self) -> None:
-        """Say what the run takes, and refuse one that does not fit."""
+        """Print the memory that the run needs, and refuse a run that does not fit."""
         shape, config, device = self.learner.shape, self.config, self.ranks.device
         found = needs(
             self.step_function.target,
@@ -194,7 +195,7 @@ class Trainer:
     def step(self, indices: list[int], progress: float) -> Slots:
         """Draw anchors, run this process's share of the documents in passes, and update the weights.
 
-        Returns what came of the slots before the update.
+        Return the results of the slots before the update.
         """
         at, documents = self.schedule.position, self.data.documents
         measure = (at.step + 1) % self.config.log_steps == 0
@@ -235,9 +236,9 @@ class Trainer:
         self.update_seconds += time.monotonic() - started
 
     def _passes(self, indices: list[int], anchors: dict[int, list[int]]) -> Iterator[tuple[list[int], bool]]:
-        """This process's documents, cut where their blocks would exceed ``rows_per_pass`` rows; gradients add up.
+        """Yield this process's documents in passes of at most ``rows_per_pass`` block rows, whose gradients add up.
 
-        A process without documents runs a pass that does not count: the exchange of gradients needs all processes.
+        A process without documents runs a pass of scale 0, because the exchange of gradients needs all processes.
         """
         passes = self.step_function.split_passes(self.ranks.share(indices), anchors)
         yield from ((part, True) for part in passes)
@@ -245,12 +246,12 @@ class Trainer:
             yield indices[:1], False
 
     def _is_over(self) -> bool:
-        """Return whether evaluations have been getting worse for too long. Every process must call this."""
+        """Return True if ``patience`` evaluations in a row were worse than the best. Every process must call this."""
         patience = self.config.patience
         return patience is not None and self.ranks.any(self.schedule.position.worse >= patience)
 
     def evaluate(self) -> None:
-        """Measure the drafter on held-out rows and save it, if it shall be kept; every process must ask."""
+        """Evaluate the drafter on held-out rows, and save it if it is to be kept. Every process must call this."""
         drafter = self.learner.drafter()
         values = self.held_out.teacher_forced() if self.ranks.first else {}
         if drafter is not None:
@@ -270,7 +271,7 @@ class Trainer:
         self.ranks.wait()
 
     def _is_best(self, values: dict[str, Any]) -> bool:
-        """Return whether no evaluation before had a better real τ. Evaluations that are clearly worse are counted."""
+        """Return True if no earlier evaluation had a better real τ. Count evaluations that are clearly worse."""
         at, tau = self.schedule.position, float(values.get("decoded", {}).get("tau", 0.0))
         at.worse = at.worse + 1 if tau < _CLEARLY_WORSE * at.best_tau else 0
         is_best, at.best_tau = tau >= at.best_tau, max(tau, at.best_tau)
@@ -278,10 +279,10 @@ class Trainer:
 
 
 def _blocks(config: TrainConfig, data: TrainingData, device: torch.device) -> int:
-    """The number of blocks that a response has in an epoch, at most.
+    """Return the most blocks of a response in an epoch.
 
-    One reading of the target serves all blocks of a response. Where features are kept, more of them than predict each token about
-    once cost as much as blocks of other responses, which teach more.
+    One pass of the target serves all blocks of a response, so more blocks are cheap. If features are kept, blocks of other
+    responses are as cheap and teach more. So each token of a response is predicted about once.
     """
     if config.anchors_per_sequence is not None:
         return config.anchors_per_sequence

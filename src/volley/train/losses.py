@@ -1,4 +1,4 @@
-"""The training loss over the target's vocabulary, against tokens and distributions, without holding the logits."""
+"""Compute the training loss over the target's vocabulary, against tokens and distributions, without holding all logits."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,40 +6,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 256  # rows whose logits exist at a time: few enough for the processor's cache, enough to pack the head for
+CHUNK = (
+    256  # rows whose logits exist at a time: few enough for a CPU's cache, enough to make packing the head worthwhile
+)
 PACE_FLOOR = 0.5
 
 
 def default_gamma(block_size: int) -> float:
-    """γ = 4, 5, 7 for B = 8, 10, 16 (DFlash §A.1): B / 2 up to 10, then straight through 7 at 16."""
+    """Return γ, which is 4, 5, 7 for B = 8, 10, 16 (DFlash §A.1): B / 2 up to 10, then linear through 7 at 16."""
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
 def slot_weights(block_size: int, decay: str, gamma: float | None) -> Tensor:
-    """Weights ``[B − 1]`` of slots 1 … B−1: exp(−(k−1)/γ) (DFlash eq. 4), or all 1 (which ``pace_weights`` multiply)."""
+    """Return the weights ``[B − 1]`` of slots 1 … B−1: exp(−(k−1)/γ) (DFlash eq. 4), or 1 for ``pace_weights`` to multiply."""
     if decay != "decay":
         return torch.ones(block_size - 1)
     return torch.exp(-torch.arange(block_size - 1) / (gamma or default_gamma(block_size)))
 
 
-def _with_bias(hidden: Tensor, head: Tensor) -> Tensor:
-    """Append a column of ones to ``hidden`` if ``head`` carries a bias as its last column (see ``FrozenTarget.head``)."""
+def with_bias(hidden: Tensor, head: Tensor) -> Tensor:
+    """Append a column of ones to ``hidden`` if the last column of ``head`` is a bias (see ``FrozenTarget.head``)."""
     return hidden if head.shape[1] == hidden.shape[1] else torch.nn.functional.pad(hidden, (0, 1), value=1.0)
 
 
 def target_probs(final: Tensor, head: Tensor, softcap: float | None = None) -> Tensor:
-    """The target's distribution ``[R, V]`` for its final states ``final [R, H]``."""
-    logits = _with_bias(final, head) @ head.t()
+    """Return the target's distributions ``[R, V]`` for its final states ``final [R, H]``."""
+    logits = with_bias(final, head) @ head.t()
     if softcap is not None:
         logits = (softcap * torch.tanh(logits.float() / softcap)).to(head.dtype)
     return logits.softmax(-1)
 
 
 def pace_weights(label_losses: Tensor, slots: Tensor) -> Tensor:
-    """D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks, one after the other; ``slots`` count from 0 in each.
+    """Return the D-PACE (arXiv 2605.18810) weights ``[R]`` of the rows of whole blocks; ``slots`` count from 0 in each block.
 
-    Slot j weighs Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − PACE_FLOOR) · e^{−loss} + PACE_FLOOR: the part of the expected length that
-    depends on slot j.
+    The weight of slot j is Σ_{m ≥ j} Π_{i ≤ m} q̃_i with q̃ = (1 − PACE_FLOOR) · e^{−loss} + PACE_FLOOR, the part of the expected
+    length that depends on slot j.
     """
     blocks = (slots == 0).cumsum(0) - 1
     chances = torch.zeros(int(blocks[-1]) + 1, int(slots.max()) + 1, device=slots.device)
@@ -50,8 +52,8 @@ def pace_weights(label_losses: Tensor, slots: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss of a row: cross-entropy against the label, but for a share ``soft`` against the target's distribution p (its forward
-    KL up to p's entropy, which no drafter changes)."""
+    """Loss of a row: cross-entropy against the label, with a share ``soft`` against the target's distribution p (its forward
+    KL up to p's entropy, which is constant)."""
 
     soft: float = 0.0
     softcap: float | None = None
@@ -60,7 +62,7 @@ class Objective:
     """Softcap of the drafter's logits."""
 
     def __call__(self, logits: Tensor, labels: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss ``[R]``, its gradient ``[R, V]`` by ``logits`` before their cap, and the label's cross-entropy ``[R]``.
+        """Return the loss ``[R]``, its gradient ``[R, V]`` by ``logits`` before their cap, and the label's cross-entropy ``[R]``.
 
         ``target [R, V]`` holds the target's distributions.
         """
@@ -83,7 +85,7 @@ class Objective:
 
 
 class _BlockLoss(torch.autograd.Function):
-    """The gradient is formed beside the loss, chunk by chunk, so that no ``[R, V]`` tensor outlives its chunk."""
+    """Computes the gradient together with the loss, chunk by chunk, so that logits exist for one chunk at a time."""
 
     @staticmethod
     def forward(
@@ -122,7 +124,7 @@ class _BlockLoss(torch.autograd.Function):
 
 
 def _chunks(count: int, blocks: Tensor | None) -> list[slice]:
-    """Slices of ``CHUNK`` rows; with ``blocks`` each slice starts at the first slot of a block."""
+    """Return slices of ``CHUNK`` rows; with ``blocks`` each slice starts at the first slot of a block."""
     bounds = list(range(0, count, CHUNK))
     if blocks is not None:
         starts = (blocks == 0).nonzero()[:, 0]
@@ -142,22 +144,22 @@ def block_loss(
     blocks: Tensor | None = None,
     measure: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, each label's cross-entropy and whether the row's
-    argmax is right.
+    """Return Σ weights·loss of ``states [R, H]`` through the frozen ``head [V, H]``, and for each row the label's cross-entropy
+    and whether its argmax is right.
 
     ``labels`` and ``weights`` are ``[R]``. An objective that compares with the target needs its final states ``final [R, H]``
-    for the same positions. ``blocks [R]``, each row's slot in its block, multiplies the weights by ``pace_weights``. Without
-    ``measure`` the argmax, a fifth of the work on a CPU, is left out.
+    for the same positions. If ``blocks [R]``, each row's slot in its block, are given, ``pace_weights`` multiply the weights.
+    Without ``measure`` the argmax, a fifth of the work on a CPU, is left out.
     """
-    rows = _with_bias(states, head), head, labels, weights.float(), final if objective.soft else None
+    rows = with_bias(states, head), head, labels, weights.float(), final if objective.soft else None
     result: tuple[Tensor, Tensor, Tensor] = _BlockLoss.apply(*rows, objective, blocks, measure)  # type: ignore[no-untyped-call]
     return result
 
 
 def accepted_prefix(correct: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher-forced acceptance of blocks: leading correct slots of ``correct [N, B − 1]``, plus the bonus token.
+    """Compute the teacher-forced acceptance of blocks: leading correct slots of ``correct [N, B − 1]``, plus the bonus token.
 
-    Returns the mean over blocks with a valid slot, and the acceptance rate ``[B − 1]`` of each slot over all its valid uses.
+    Return the mean over blocks with a valid slot, and the acceptance rate ``[B − 1]`` of each slot over its valid uses.
     """
     leading = (correct & valid).long().cumprod(-1).sum(-1) + 1
     used = valid.any(-1)

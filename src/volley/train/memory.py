@@ -1,4 +1,4 @@
-"""Memory that a training needs, printed before it starts. A training that does not fit is refused."""
+"""Estimate the memory that a training needs, before it starts, and refuse one that does not fit."""
 
 from dataclasses import dataclass
 
@@ -15,12 +15,12 @@ BYTES_A_WEIGHT = 16
 """Bytes for each weight of a drafter: the weight, its gradient and the optimizer's two means, in fp32."""
 LIBRARIES = 700_000_000
 STATES = 12
-"""Tensors as wide as the draft MLP that a row of a pass keeps for its gradients, about."""
+"""Approximate number of tensors, as wide as the draft MLP, that a row of a pass keeps for its gradients."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes by what needs them."""
+    """Bytes that a training needs, by use."""
 
     parts: dict[str, int]
 
@@ -29,12 +29,12 @@ class Needs:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """One line for the terminal."""
+        """Describe the needs in one line."""
         named = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.parts.items() if size >= 5e7)
         return f"memory: {self.total / 1e9:.1f} GB at most ({named})"
 
     def check(self, device: torch.device) -> None:
-        """Refuse a training that the device has too little memory for."""
+        """Refuse a training that needs more memory than the device has."""
         have = memory_bytes(device)
         if self.total > have:
             raise ConfigError(
@@ -56,7 +56,7 @@ def needs(
 ) -> Needs:
     """Return the memory of a training of ``parameters``, with ``rows`` of blocks in one pass.
 
-    On a CPU weights of the target are laid out anew beside their originals; a target that ``decodes`` is another one.
+    On a CPU the target's weights are packed, and the originals stay. With ``decodes`` a second target decodes for evaluations.
     """
     own = sum(weight.nbytes for weight in target.model.parameters())
     served = 0 if target.served is None else weight_bytes(target.served.model)

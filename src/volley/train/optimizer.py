@@ -1,4 +1,4 @@
-"""The optimizers: AdamW, or Muon for the matrices with AdamW for the vectors behind the interface of one optimizer."""
+"""Make optimizers: AdamW, or Muon for the matrices and AdamW for the vectors behind one interface."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ WEIGHT_DECAY = 0.01
 
 
 def make_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that the options ask for; weight decay applies to matrices only."""
+    """Make the optimizer of the options. Weight decay applies to matrices only."""
     matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     rate = filled(config.learning_rate)
     if config.optimizer == "muon":
@@ -32,15 +32,15 @@ def product_dtype(device: torch.device) -> torch.dtype:
 class Muon(torch.optim.Optimizer):
     """Nesterov's momentum, made nearly orthogonal by Newton-Schulz steps; updates have AdamW's size (RMS 0.2).
 
-    torch.optim.Muon takes five steps of one polynomial in bf16, which a CPU without bf16 products does 40 times as slowly as in
-    fp32. This one takes three steps of three polynomials, in bf16 where the machine multiplies it, over all matrices of one
-    shape at once. A step's polynomial is the one that brings what the step before leaves nearest to 1 (Polar Express, arXiv
-    2505.16932), for singular values from a hundredth of the largest on: they end between 0.73 and 1.27.
+    torch.optim.Muon takes five steps of one polynomial in bf16, which is 40 times as slow as fp32 on a CPU without bf16
+    instructions. This optimizer takes three steps of three polynomials over all matrices of one shape at once, in bf16 if the
+    machine multiplies it. Each polynomial brings the singular values left by the step before nearest to 1 (Polar Express,
+    arXiv 2505.16932). Those above a hundredth of the largest end between 0.73 and 1.27.
     """
 
     COEFFICIENTS = ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526))
     ABOVE = 1.02
-    """By how much the largest singular value is overestimated: beyond 1 the polynomials grow fast, and products are rounded."""
+    """Factor by which the largest singular value is overestimated: matmuls round, and the polynomials grow fast beyond 1."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class Muon(torch.optim.Optimizer):
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=rate)
 
     def orthogonal(self, x: Tensor) -> Tensor:
-        """Matrices like ``x`` (matrices, rows, columns) whose singular values are near 1."""
+        """Return matrices like ``x [matrices, rows, columns]`` with singular values near 1."""
         is_tall = x.shape[1] > x.shape[2]
         x = (x.mT if is_tall else x).to(product_dtype(x.device))
         x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
         for number, (a, b, c) in enumerate(self.COEFFICIENTS):
             gram = x @ x.mT
-            if number == 0:  # Σ σ⁴ is its squared norm, so no σ² is above the norm
+            if number == 0:  # Σ σ⁴ is its squared norm, so no σ² exceeds the norm
                 most = gram.norm(dim=(1, 2), keepdim=True).clamp(min=1e-14) * self.ABOVE**2
                 gram, x = gram / most, x / most.sqrt()
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

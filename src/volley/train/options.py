@@ -1,4 +1,4 @@
-"""Options of a drafter's training (DFlash §4.2, §A.1; smaller sizes by default) and of a pilot's."""
+"""Define the options of a drafter's training (DFlash §4.2, §A.1; smaller sizes by default) and of a pilot's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ REPORTING_OPTIONS = frozenset(
         "threads",
     }
 )
-"""Options that say when to report and save, not what is learnt: a resumed run may change them."""
+"""Options of reporting and saving, which a resumed run may change."""
 
 SHAPE_OPTIONS = (
     "block_size",
@@ -34,12 +34,12 @@ SHAPE_OPTIONS = (
     "mask_token_id",
     "draft_vocab_size",
 )
-"""Options that make a drafter what it is; with ``keep_shape`` they are those of the drafter in ``init``."""
+"""Options of a drafter's shape; ``keep_shape`` takes them from the drafter in ``init``."""
 
 RANDOM = "random"
-"""As ``init``: random weights."""
+"""Value of ``init`` for random weights."""
 LONGEST = 8192
-"""Tokens of a document in trainings that choose their batches themselves: what is longer than a batch is one of its own."""
+"""Most tokens of a document if ``tokens_per_batch`` is not given. A document longer than a batch is a separate batch."""
 
 CHOICES = {
     "head": ("none", "residual", "markov"),
@@ -51,7 +51,7 @@ CHOICES = {
 }
 
 UNSET: dict[str, tuple[None]] = {"loss_decay": (None,), "optimizer": (None,)}
-"""Choices that a preset makes where they are left out."""
+"""Choices that a preset makes if they are not given."""
 
 
 @names_unknown_fields
@@ -224,7 +224,7 @@ class TrainConfig:
 
 
 def filled(value: Value | None) -> Value:
-    """An option that a preset has filled in (``presets.with_preset``)."""
+    """Return an option that a preset has filled in (``presets.with_preset``)."""
     assert value is not None, "a preset fills in what is left out"
     return value
 
@@ -232,7 +232,7 @@ def filled(value: Value | None) -> Value:
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class PilotOptions:
-    """How a pilot is trained (BlockPilot): on which prompts, what it sees and what it chooses from."""
+    """Options of a pilot's training (BlockPilot)."""
 
     prompts: tuple[str, ...]
     """Prompt files (JSONL with ``prompt``, ``messages`` or ``turns``: the first of them) or training datasets by name."""
@@ -290,7 +290,7 @@ class PilotOptions:
         check_fields(self, ("eval_share", 0 < self.eval_share < 1, "between 0 and 1"))
 
     def block_sizes(self, trained: int) -> tuple[int, ...]:
-        """Return the sizes a pilot chooses from, of a drafter ``trained`` for a block size; those above it are drafted by the
-        same masks."""
+        """Return the sizes from which a pilot chooses, for a drafter ``trained`` for a block size. Larger blocks use the same
+        masks."""
         middle = self.block_size or trained
         return tuple(range(max(2, middle - self.radius), middle + self.radius + 1))

@@ -1,4 +1,4 @@
-"""The processes of one run under torchrun: each takes a share of every step's documents."""
+"""Coordinate the processes of one run under torchrun. Each takes a share of every step's documents."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among ``world``; with one process every method is free."""
+    """This process among ``world`` processes. With one process, methods exchange nothing."""
 
     def __init__(self, device: str) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -33,11 +33,11 @@ class Ranks:
         return self.rank == 0
 
     def share(self, items: Sequence[T], rank: int | None = None) -> list[T]:
-        """Every ``world``-th item, starting with this rank's (or with ``rank``'s)."""
+        """Return every ``world``-th item, starting at this rank (or at ``rank``)."""
         return list(items[self.rank if rank is None else rank :: self.world])
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over all processes in one exchange."""
+        """Sum the gradients over all processes in one exchange."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.world > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -46,19 +46,19 @@ class Ranks:
                 gradient.copy_(part.view_as(gradient))
 
     def sum(self, value: float) -> float:
-        """The sum of ``value`` over all processes."""
+        """Return the sum of ``value`` over all processes."""
         return self._exchange(value, dist.all_reduce) if self.world > 1 else value
 
     def from_first(self, value: float) -> float:
-        """The first process's ``value``, so that all processes decide by one clock."""
+        """Return the first process's ``value``, so that all processes decide by one clock."""
         return self._exchange(value, lambda shared: dist.broadcast(shared, 0)) if self.world > 1 else value
 
     def any(self, wanted: bool) -> bool:
-        """Return whether any process wants it."""
+        """Return True if ``wanted`` is true in any process."""
         return self.sum(float(wanted)) > 0
 
     def all_see(self, value: float) -> bool:
-        """Return whether every process has the first one's ``value``."""
+        """Return True if ``value`` is equal in all processes."""
         return self.sum(abs(value - self.from_first(value))) == 0
 
     def _exchange(self, value: float, collective: Any) -> float:

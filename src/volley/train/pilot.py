@@ -1,8 +1,7 @@
 """Train a pilot: answer prompts with every block size it may choose, and learn which is fastest for which (BlockPilot).
 
-A request's rate with blocks of b is ``τ(b) / (T_draft(b) + T_verify(b))``, with τ from its own answer and times that were
-measured apart from it, so that labels do not depend on how busy the machine was. Labelling is the long part; what it found
-can be kept in a file.
+A request's rate with blocks of b is ``τ(b) / (T_draft(b) + T_verify(b))``. τ is from its own answer. The times are measured
+separately, so that labels do not depend on the machine's load. Labelling takes longest; its results can be kept in a file.
 """
 
 import hashlib
@@ -30,8 +29,8 @@ from volley.tensors import load_tensors, save_tensors
 from volley.train.options import PilotOptions
 
 _BATCH = 64  # labelled requests in one step of the optimizer
-_REHEARSALS = 30  # repetitions of a timed cycle; the shortest counts, since other work on the machine only adds
-_NEAR = 0.05  # softness of the labels: a size that is slower by this share weighs e times less
+_REHEARSALS = 30  # repetitions of a timed cycle; the shortest counts, because other work on the machine only adds time
+_NEAR = 0.05  # softness of the labels: a size that is slower by this share has a weight lower by a factor of e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +38,17 @@ class Labelled:
     """Measurements of N requests, each decoded with S block sizes."""
 
     prompt: Tensor
-    """``[N]``: its number, the same at every temperature."""
+    """Number ``[N]`` of the prompt, which is the same at every temperature."""
     temperature: Tensor
-    """``[N]``"""
+    """Temperatures ``[N]``."""
     logits: Tensor
-    """``[N, V]``: the target's logits after the prompt's last token."""
+    """Target's logits ``[N, V]`` after the prompt's last token."""
     hidden: Tensor
-    """``[N, taps · H]``: the tapped states of the prompt's last token."""
+    """Tapped states ``[N, taps · H]`` of the prompt's last token."""
     tokens: Tensor
-    """``[N, S]``: tokens decoded after the first."""
+    """Number of tokens ``[N, S]`` decoded after the first."""
     cycles: Tensor
-    """``[N, S]``: cycles that these tokens took."""
+    """Number of cycles ``[N, S]`` of these tokens."""
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -62,12 +61,12 @@ class Labelled:
         return cls(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)})
 
     def rates(self, seconds: Tensor) -> Tensor:
-        """Tokens per second ``[N, S]`` if a cycle with each size takes ``seconds [S]``."""
+        """Return tokens per second ``[N, S]`` if a cycle with each size takes ``seconds [S]``."""
         return self.tokens / self.cycles / seconds
 
 
 class InputRecorder(Fixed):
-    """A fixed block that keeps what a pilot would be shown."""
+    """Policy with a fixed block size that records the inputs of a pilot."""
 
     uses_prefill = True
 
@@ -108,7 +107,7 @@ def label_all(
 ) -> Labelled:
     """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
     engine.procedures.write_causally()
-    # Served without a seed, as most requests are, sampled drafts are verified so.
+    # Sampled requests without a seed, as most are, are verified by this rule.
     engine.reconfigure(replace(engine.config, verification="speculative"))
     conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]
     random.Random(options.seed).shuffle(conversations)
@@ -142,14 +141,14 @@ def label_all(
             save_tensors(options.labels, {**tensors, **extra})
         report(done, len(prompts))
     found = Labelled.joined(parts)
-    found = found[found.cycles.amin(dim=1) > 0]  # some end with their first token
+    found = found[found.cycles.amin(dim=1) > 0]  # requests that end with their first token have no cycle
     if len(set(found.prompt.tolist())) < 2:
         raise InputError("hardly a prompt was answered with more than one token; give more prompts, or others")
     return found
 
 
 def draft_up_to(engine: Engine, block_size: int) -> None:
-    """Let an idle engine draft blocks of up to ``block_size``, also above the trained one."""
+    """Let an idle engine draft blocks of up to ``block_size``, which may exceed the trained size."""
     assert engine.core.proposer is not None, "a drafter proposes"
     if block_size > engine.core.proposer.block_size:
         engine.config = engine.procedure.config = replace(engine.config, policy=None, block_size=block_size)
@@ -175,7 +174,7 @@ def _read_labels(path: Path | None, key: bytes) -> tuple[list[Labelled], int]:
 
 
 def cycle_seconds(engine: Engine, block_sizes: Sequence[int], concurrency: int) -> Tensor:
-    """Seconds ``[S]`` of a cycle of ``concurrency`` requests with each of ascending block sizes; 1 is plain
+    """Measure the seconds ``[S]`` of a cycle of ``concurrency`` requests with each of ascending block sizes; 1 is plain
     decoding.
     """
     rounds = [[engine.cycle_seconds(size, concurrency) for size in block_sizes] for _ in range(_REHEARSALS)]
@@ -214,19 +213,19 @@ def inputs_of(config: PilotConfig, examples: Labelled) -> Tensor:
 
 @dataclass(frozen=True)
 class PilotOutcome:
-    """Tokens per second on prompts the pilot was not trained on, as rehearsed; each token counts once."""
+    """Tokens per second on held-out prompts, by measured cycle times; each token counts once."""
 
     fixed: dict[int, float]
-    """With one block size for all requests, by size."""
+    """Rate with one block size for all requests, by size."""
     pilot: float
     oracle: float
-    """With the best size of each request."""
+    """Rate with the best size of each request."""
     agreement: float
     """Share of requests for which the pilot chooses the best size."""
 
     @classmethod
     def of(cls, choice: Tensor, examples: Labelled, seconds: Tensor, block_sizes: Sequence[int]) -> Self:
-        """``choice [N]`` are places in ``block_sizes``."""
+        """Compute the outcome of a pilot's ``choice [N]``, indices in ``block_sizes``."""
         best = examples.rates(seconds).argmax(dim=1)
 
         def rate(chosen: Tensor) -> float:
@@ -239,7 +238,7 @@ class PilotOutcome:
 
 
 def split(examples: Labelled, options: PilotOptions) -> tuple[Labelled, Labelled]:
-    """A share of the prompts that is held out, with all their temperatures, and the others."""
+    """Split off a held-out share of the prompts, with all their temperatures. Return the held-out examples and the others."""
     prompts = torch.tensor(sorted(set(examples.prompt.tolist())))
     order = prompts[torch.randperm(len(prompts), generator=torch.Generator().manual_seed(options.seed))]
     held = torch.isin(examples.prompt, order[: max(1, int(len(prompts) * options.eval_share))])
@@ -247,7 +246,7 @@ def split(examples: Labelled, options: PilotOptions) -> tuple[Labelled, Labelled
 
 
 def train_pilot(engine: Engine, options: PilotOptions, report: Callable[[int, int], None]) -> tuple[Path, PilotOutcome]:
-    """Label, train, save; where it was saved, and how good it is."""
+    """Label, train and save. Return the folder of the pilot and its outcome on held-out prompts."""
     drafter = _drafter(engine)
     folder = options.out or drafter.folder
     if folder is None:

@@ -1,7 +1,7 @@
-"""Initial settings of a training: the shape of a drafter and its learning rate, from the target's config alone.
+"""Choose the first settings of a training, a drafter's shape and its learning rate, by the target's config.
 
-The shapes follow the published drafters of each family (DFlash and DSpark checkpoints). A drafter that exists says itself what it
-is, so a preset is only ever the starting point of a training.
+The shapes follow the published drafters of each family (DFlash and DSpark checkpoints). A trained drafter has its shape in its
+own config, so presets are used only for new ones.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from volley.train.options import LONGEST, RANDOM, TrainConfig
 
 PAPER_WIDTH, PAPER_RATE = 4096, 6e-4  # Qwen3-8B (DFlash §A.1)
 RATE_EXPONENT = 0.55
-"""The learning rate falls with the width to this power: between 6e-4 at 4096, 2e-3 at 256 and 6e-3 at 64, which were tried."""
+"""Power of the width by which the learning rate falls. The rates that were tried are 6e-4 at 4096, 2e-3 at 256, 6e-3 at 64."""
 
 CPU_BATCH, GPU_BATCH = 1024, 8192
 """Tokens of a step."""
 NARROWEST = 256
-"""Below this width a drafter is trained in fp32 on any CPU."""
+"""Width below which a drafter is trained in fp32 on any CPU."""
 NARROW = 512
-"""Up to this width Muon begins: at width 64 it learnt in 100 steps what AdamW learns in 300 or more. Wider matrices take long
-to orthogonalise on a CPU."""
+"""Largest width for which Muon is the default. At width 64 it learnt in 100 steps what AdamW learns in 300 or more, but wider
+matrices take long to orthogonalise on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ FAMILIES = (
 )
 _OTHER = Family("other", ())
 SMALL, SMALL_BLOCK, SMALL_LAYERS = 1024, 8, 2
-"""Below this width a cycle is short: blocks are no longer than this, and draft layers no more."""
+"""Width below which a cycle is short, and the most block slots and draft layers for such targets."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Dimensions:
 
 
 PAPER = "paper"
-"""Name of the paper's recipe, for any target: blocks and layers of its family, AdamW, weights that decay, long rows."""
+"""Name of the paper's recipe for any target: blocks and layers of its family, AdamW, decaying slot weights, long rows."""
 PAPER_RECIPE: dict[str, Any] = {
     "anchors_per_sequence": 512,
     "max_length": 3072,
@@ -120,12 +120,12 @@ class Preset:
 
 
 def learning_rate_for(width: int) -> float:
-    """Peak learning rate for a drafter of this hidden size, to two digits."""
+    """Return the peak learning rate for a drafter of this hidden size, rounded to two digits."""
     return float(f"{PAPER_RATE * (PAPER_WIDTH / width) ** RATE_EXPONENT:.1e}")
 
 
 def muon_factor(width: int) -> float:
-    """Muon's rate by AdamW's: 5 at a width of 64 and 1.4 at 256, which were tried, and never below 1."""
+    """Return the ratio of Muon's to AdamW's learning rate: 5 at width 64 and 1.4 at 256, which were tried; at least 1."""
     return max(1.0, 5.0 * float((64 / width) ** 0.9))
 
 
@@ -134,7 +134,7 @@ def family_of(model_type: str) -> Family:
 
 
 def preset_of(shape: Dimensions) -> Preset:
-    """The preset of a target of this shape: a sixth of its layers, at most the family's number."""
+    """Return the preset of a target of this shape: a sixth of its layers, at most the family's number."""
     family, depth, width = family_of(shape.model_type), shape.num_layers, shape.width
     is_small, is_narrow = width < SMALL, width <= NARROW
     return Preset(
@@ -150,19 +150,19 @@ def preset_of(shape: Dimensions) -> Preset:
 
 
 def preset_for(config: Any) -> Preset:
-    """The preset of a transformers config."""
+    """Return the preset for a transformers config."""
     return preset_of(Dimensions.of(config))
 
 
 def preset_named(name: str) -> Preset:
-    """The preset of a target by name; an error that names the nearest for an unknown one."""
+    """Return the preset of a name. The error for an unknown name suggests the nearest one."""
     if name not in TARGETS:
         raise unknown_key("preset", name, [*TARGETS, PAPER])
     return preset_of(TARGETS[name])
 
 
 def read_config(target: str) -> Any:
-    """The config of a target's folder, hub name or GGUF file; reads nothing else. Raises for one that no drafter serves."""
+    """Read only the config of a target's folder, hub name or GGUF file. Raise an error if no drafter can serve the target."""
     from volley.models.targets.loading import load_config
 
     try:
@@ -176,14 +176,14 @@ def read_config(target: str) -> Any:
 
 
 def read_preset(target: str) -> Preset:
-    """The preset of a target's folder, hub name or GGUF file."""
+    """Return the preset for a target's folder, hub name or GGUF file."""
     return preset_for(read_config(target))
 
 
 def with_preset(config: TrainConfig, target: Any, device: torch.device) -> TrainConfig:
-    """``config`` with the values of a preset for what it leaves out; ``target`` is a transformers config.
+    """Return ``config`` with a preset's values for the options that are not given; ``target`` is a transformers config.
 
-    A drafter that is trained on keeps its shape where it must, and begins at the paper's learning rate.
+    A drafter that is trained further keeps its shape, and its default is the paper's learning rate.
     """
     is_papers = config.preset == PAPER
     preset = preset_for(target) if config.preset is None or is_papers else preset_named(config.preset)
@@ -211,8 +211,8 @@ def with_preset(config: TrainConfig, target: Any, device: torch.device) -> Train
 def training_dtype(choice: str, width: int, device: torch.device) -> torch.dtype:
     """Return the dtype to train a drafter of hidden size ``width`` in: bf16, but on a CPU fp32 if that is faster.
 
-    At a width of 256 bf16 learns from 1.65 times as many tokens a second, on a CPU that multiplies them. Narrower matrices are
-    converted for longer than they are multiplied, and other CPUs multiply bf16 slowly.
+    At width 256, bf16 trains on 1.65 times as many tokens per second on a CPU with bf16 instructions. For narrower matrices the
+    conversion takes longer than the matmul, and other CPUs multiply bf16 slowly.
     """
     if choice == "auto":
         narrow = width < NARROWEST or (width <= NARROW and not native.has_dot_products)

@@ -1,4 +1,4 @@
-"""The reports of a run: lines on the terminal, ``log.jsonl`` and ``training_report.json`` in its folder."""
+"""Report on a run: lines on the terminal, ``log.jsonl`` and ``training_report.json`` in its folder."""
 
 import json
 import time
@@ -27,7 +27,8 @@ class Reporter:
             print(line, flush=True)
 
     def start(self, position: Position) -> None:
-        """Begin, or go on, at ``position``: what a killed run logged after its last checkpoint is done again."""
+        """Begin or continue at ``position``. Lines that a killed run logged after its last checkpoint are dropped, because
+        their steps run again."""
         self._last = (time.monotonic(), Position(**asdict(position)))
         path = self.out / "log.jsonl"
         if self.speaks and path.exists():
@@ -42,13 +43,13 @@ class Reporter:
                 file.write(json.dumps({"kind": kind, "step": position.step, **values}) + "\n")
 
     def first_step(self, position: Position, fraction: float, seconds: float) -> None:
-        """How long the run may take, long before there is a line on its progress."""
+        """Print how long the run may take, long before the first progress line."""
         self.say(f"a step takes some {seconds:.1f} s: {_left(position, fraction)}")
 
     def progress(self, position: Position, fraction: float, slots: Slots) -> None:
-        """One line on the steps since the last line; ``fraction`` of the run is done.
+        """Print a line about the steps since the last line; ``fraction`` of the run is done.
 
-        The loss is the mean over these steps. All else comes from the ``slots`` of the last step alone.
+        The loss is the mean over these steps. The other numbers are from ``slots`` of the last step.
         """
         loss = sum(self.losses) / len(self.losses)
         self.losses = []
@@ -73,7 +74,7 @@ class Reporter:
         self.record("train", position, values)
 
     def evaluation(self, position: Position, values: dict[str, Any], facts: dict[str, Any]) -> None:
-        """The held-out figures: a line, a line in the log and the report."""
+        """Print the results on held-out rows, log them, and write the report."""
         parts = [f"loss {values['loss']:.4f} τ {values['tau']:.3f} (teacher-forced)"] if "tau" in values else []
         parts += [f"draft window {values['draft_window']}"] if "draft_window" in values else []
         parts += [f"real τ {values['decoded']['tau']:.3f}"] if "decoded" in values else []
@@ -85,7 +86,7 @@ class Reporter:
 
 
 def _step(line: str) -> float:
-    """The step a log line belongs to; a line cut short by a kill belongs to none."""
+    """Return the step of a log line; infinity for a line that a kill cut short."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -93,5 +94,5 @@ def _step(line: str) -> float:
 
 
 def _left(position: Position, fraction: float) -> str:
-    """Minutes left, if the run goes on as it went so far."""
+    """Describe the minutes left, if the run continues at its mean speed."""
     return f"{position.seconds * (1 - fraction) / max(fraction, 1e-9) / 60:.1f} min left"

@@ -1,4 +1,4 @@
-"""Position of a run: the next batch, the progress of the run, and the learning rate at that progress."""
+"""Track the position of a run: its next batch, its progress, and the learning rate at that progress."""
 
 import time
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def learning_rate_scale(progress: float, warmup: float = WARMUP) -> float:
 
 
 class Schedule:
-    """The batches of a run in their order; ``position`` says how many are done."""
+    """Batches of a run in their order; ``position`` counts those that are done."""
 
     def __init__(self, config: TrainConfig, lengths: Sequence[int], ranks: Ranks) -> None:
         self.config = config
@@ -41,11 +41,11 @@ class Schedule:
 
     @property
     def batch(self) -> list[int]:
-        """The documents of the next step, by their index."""
+        """Return the document indices of the next step."""
         return self.batches[self.position.batch]
 
     def advance(self) -> None:
-        """Count the batch at hand as done."""
+        """Count the current batch as done."""
         at = self.position
         at.step, at.batch = at.step + 1, at.batch + 1
         if at.batch == len(self.batches):
@@ -53,7 +53,7 @@ class Schedule:
             self._plan()
 
     def progress(self) -> float:
-        """How far the run has come, by whichever bound is nearest: 1 is the end. Every process must ask."""
+        """Return the progress of the run by its nearest bound; 1 is the end. Every process must call this."""
         config, at = self.config, self.position
         fractions, epochs = [0.0], config.epochs
         if epochs is None and config.max_steps is None and config.max_minutes is None:
@@ -68,7 +68,7 @@ class Schedule:
 
 
 class Interval:
-    """Something that is due every so many ``steps``, or ``minutes`` after it was last done."""
+    """Timer of an action that is due every ``steps`` steps, or ``minutes`` minutes after the last time."""
 
     def __init__(self, steps: int | None, minutes: float | None, ranks: Ranks) -> None:
         self.steps = steps
@@ -77,7 +77,7 @@ class Interval:
         self.restart()
 
     def restart(self) -> None:
-        """Count the minutes from now."""
+        """Restart the minutes."""
         self.last = time.monotonic()
 
     def due(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The shape of a new drafter: read from its target, changed by the options."""
+"""Choose the shape of a new drafter: its target's, changed by the options."""
 
 import re
 from collections.abc import Iterable
@@ -28,12 +28,11 @@ _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
 def choose_mask_token(
     tokenizer: PreTrainedTokenizerBase, embedding: Tensor, documents: Iterable[Document], explicit: int | None
 ) -> int:
-    """A token that marks empty slots, with a row in the target's ``embedding [V, H]``; the vocabulary is never changed.
+    """Choose the token that marks empty slots. It has a row in the target's ``embedding [V, H]``.
 
-    In order: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the tokenizer's
-    vocabulary, a reserved or unused special token, and where all tokens are text the one that the data has least of. That is
-    still lossless, since a mask only ever stands in a draft; and it is no less exact where that token is an anchor, because the
-    anchor is always the first of its block.
+    In order of preference: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the
+    tokenizer's vocabulary, a reserved or unused special token, or the rarest token of the data. A text token is lossless too,
+    because masks occur only in drafts. It may also be an anchor, which is always the first of its block.
     """
     rows = len(embedding)
     used = torch.zeros(rows, dtype=torch.long)
@@ -62,7 +61,7 @@ def choose_mask_token(
 
 
 def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: int) -> DrafterConfig:
-    """The drafter's shape: the target's own layer shape unless an option says otherwise."""
+    """Return the drafter's config: the target's layer shape, unless an option differs."""
     text: Any = target.config.get_text_config()
     num_layers = len(decoder_layers(target))
     heads = text.num_attention_heads
@@ -90,7 +89,7 @@ def drafter_config(config: TrainConfig, target: PreTrainedModel, mask_token_id: 
 
 
 def drafter_to_train_on(path: str, target: PreTrainedModel) -> Drafter:
-    """The drafter in ``path`` in fp32; an error if it is another target's."""
+    """Load the drafter in ``path`` in fp32. Raise an error if it was trained for another target."""
     drafter = Drafter.from_pretrained(path, torch.float32)
     text = target.config.get_text_config()
     vocab_size = target.get_input_embeddings().weight.shape[0]
@@ -108,7 +107,7 @@ def drafter_to_train_on(path: str, target: PreTrainedModel) -> Drafter:
 
 
 def check_ends(path: str, target: PreTrainedModel) -> None:
-    """Refuse a drafter whose embedding or head is not the target's, or rows of it: training uses the target's."""
+    """Refuse a drafter whose embedding or head differs from the target's (or rows of it), because training uses the target's."""
     left = without_ends(read_checkpoint(Path(path)), target_ends(target)).config
     if left.own_embedding or left.draft_vocab_size:
         raise ConfigError(
@@ -118,9 +117,9 @@ def check_ends(path: str, target: PreTrainedModel) -> None:
 
 
 def start_from(drafter: Drafter, path: str, target: PreTrainedModel) -> None:
-    """Give ``drafter`` the weights of the one in ``path``; a sequential head that only ``drafter`` has stays as it is.
+    """Copy the weights of the drafter in ``path`` to ``drafter``. A sequential head that only ``drafter`` has is unchanged.
 
-    A Markov head begins with the weights of a residual one but its context, which it has no use for.
+    A Markov head takes the weights of a residual head, without those of its context.
     """
     found = Drafter.from_pretrained(path, torch.float32)
     check_ends(path, target)

@@ -1,4 +1,4 @@
-"""The state of a run on disk: everything that a killed run needs to go on to the same weights, bit for bit."""
+"""Save and load the state of a run, from which a killed run continues to the same weights, bit for bit."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,25 +18,25 @@ NAME = "checkpoint.pt"
 
 @dataclass
 class Position:
-    """Position of a run. Order of data and anchors are functions of seed, epoch and document: no generator is kept."""
+    """Position of a run. The order of the data and the anchors depend only on seed, epoch and document."""
 
     step: int = 0
     epoch: int = 0
     batch: int = 0
-    """Batches of this epoch that are done."""
+    """Number of batches of this epoch that are done."""
     seconds: float = 0.0
     tokens: int = 0
     blocks: int = 0
     best_tau: float = 0.0
-    """The best real τ of all evaluations; with ``keep_best`` its drafter is the one that is kept."""
+    """Best real τ of all evaluations; ``keep_best`` keeps its drafter."""
     worse: int = 0
-    """Evaluations in a row that were clearly below it."""
+    """Number of evaluations in a row that were clearly below it."""
     evaluation: float = 0.0
-    """Seconds of the last evaluation; one ends the run, within its minutes."""
+    """Seconds of the last evaluation. A run ends with one, within its minutes."""
 
 
 class SavedRun:
-    """The file in ``config.out`` that a killed run goes on from; ``facts`` are digests of what the run must find again."""
+    """File in ``config.out`` from which a killed run continues. ``facts`` are digests that must be equal then."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class SavedRun:
         self.ranks = ranks
 
     def restore(self) -> Position | None:
-        """Load weights and optimizer; returns where that run stood, or ``None`` where no run has been."""
+        """Load weights and optimizer. Return the position of that run, or ``None`` if there is no file."""
         state = load_state(self.path)
         if self.ranks.first:
-            for leftover in self.path.parent.glob(f".{NAME}.*"):  # of a process that was killed while it wrote
+            for leftover in self.path.parent.glob(f".{NAME}.*"):  # from a process that was killed while it wrote
                 leftover.unlink(missing_ok=True)
         if not self.ranks.all_see(-1 if state is None else state["position"]["step"]):
             raise ConfigError(
@@ -79,16 +79,16 @@ class SavedRun:
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write atomically: a killed process leaves the old state or the new one."""
+    """Write the file atomically: a killed process leaves the old state or the new one."""
     with replaced(path) as temporary:
         try:
             torch.save(dict(state), temporary)
-        except RuntimeError as error:  # how it says that the disk is full
+        except RuntimeError as error:  # torch.save's error for a full disk
             raise OSError(str(error)) from None
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
-    """The saved state, or ``None`` where no run has been."""
+    """Return the saved state, or ``None`` if there is none."""
     if not path.exists():
         return None
     try:
@@ -99,12 +99,12 @@ def load_state(path: Path) -> dict[str, Any] | None:
 
 
 def describe(config: TrainConfig) -> dict[str, Any]:
-    """The options as plain values."""
+    """Return the options as JSON values."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
 
 
 def check_same_run(path: Path, saved: Mapping[str, Any], options: Mapping[str, Any], facts: Mapping[str, str]) -> None:
-    """Refuse to go on with a run whose options, target or data have changed."""
+    """Refuse to continue a run whose options, target or data have changed."""
     for key, value in options.items():
         if key not in REPORTING_OPTIONS and key != "out" and saved["options"].get(key) != value:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""One training step's arithmetic: documents and anchors in, loss and acceptance out (DFlash §4.2)."""
+"""Compute the loss and the acceptance of one training step from documents and anchors (DFlash §4.2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from volley.train.losses import Objective, block_loss, slot_weights
 from volley.train.options import TrainConfig, filled
 from volley.train.vocabulary import LossTokens
 
-CPU_ROWS = 4096  # rows per pass on a CPU: larger tensors are mapped anew each time, which costs more than arithmetic
-GPU_ROWS = 16384  # on a GPU: of five layers as wide as an 8B model's, a pass keeps some 14 GiB for its gradients
+CPU_ROWS = 4096  # rows of a pass on a CPU; larger tensors get new pages each time, slower than the arithmetic
+GPU_ROWS = 16384  # rows of a pass on a GPU; with five layers of an 8B model's width it keeps about 14 GiB for gradients
 
 
 class BlockForward(nn.Module):
-    """The drafter over all blocks of a step at once: the module whose weights are saved."""
+    """Runs the drafter over all blocks of a step at once. Its weights are saved."""
 
     def __init__(self, drafter: Drafter, attention: str) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class BlockForward(nn.Module):
         before: Tensor | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """States ``[D·A·B, H]`` from ``taps [D, S, taps·H]``, ``anchors [D, A]``, block ``embeddings [D·A·B, H]``.
+        """Return states ``[D·A·B, H]`` for ``taps [D, S, taps·H]``, ``anchors [D, A]`` and block ``embeddings [D·A·B, H]``.
 
-        A sequential head corrects them (``heads.py``), given the embeddings ``before [D·A·B, H]`` of the true tokens before.
-        A block sees at most ``window`` tokens of its context.
+        A sequential head (``heads.py``) corrects them by the embeddings ``before [D·A·B, H]`` of the true previous tokens. A
+        block sees at most ``window`` tokens of its context.
         """
         documents, length = taps.shape[:2]
         context_positions = torch.arange(length, device=taps.device).repeat(documents)
@@ -65,7 +65,7 @@ class Slots:
     correct: Tensor
     valid: Tensor
     cross_entropy: Tensor
-    """Cross-entropy of the labels, without weights: D-PACE's shrink as it rises, so the weighted loss hardly moves."""
+    """Cross-entropy of the labels, unweighted. D-PACE's weights shrink as it rises, so the weighted loss hardly changes."""
 
     @classmethod
     def none(cls, block_size: int) -> Self:
@@ -79,13 +79,13 @@ class Slots:
 
     @property
     def mean_cross_entropy(self) -> float:
-        """Over the slots to predict; 0 where there is none."""
+        """Return the mean over the slots to predict; 0 if there are none."""
         return float(self.cross_entropy[self.valid].sum() / self.valid.sum().clamp(min=1))
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result for N blocks: ``loss`` is the weighted sum."""
+    """Result for N blocks; ``loss`` is the weighted sum."""
 
     loss: Tensor
     slots: Slots
@@ -94,7 +94,7 @@ class StepResult:
 
 
 class StepFunction:
-    """Computes the loss of documents and anchors; holds what stays the same between steps."""
+    """Computes the loss of documents and anchors."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class StepFunction:
         model: BlockForward,
         tokens: LossTokens | None = None,
     ) -> None:
-        """``tokens`` chooses those that the loss of a training step looks at; ``None``: all."""
+        """Take the run's parts. ``tokens`` chooses the tokens whose logits enter a training step's loss; ``None``: all."""
         self.target = target
         self.tokens = tokens
         self.model = model
@@ -119,19 +119,19 @@ class StepFunction:
         self.rows_per_pass = config.rows_per_pass or (CPU_ROWS if target.device.type == "cpu" else GPU_ROWS)
 
     def draw_anchors(self, document: Document, index: int, epoch: int) -> list[int]:
-        """Anchors of the document with that index in the data: a function of seed, epoch and index alone."""
+        """Draw the anchors of a document, given by its index in the data. They depend only on seed, epoch and index."""
         config, seed = self.config, f"{self.config.seed}/{epoch}/{index}"
         start, length, count = document.response_start, len(document), filled(config.anchors_per_sequence)
         return draw_anchors(start, length, count, seed)
 
     def draw_reveals(self, anchors: Sequence[int], index: int, epoch: int) -> Tensor | None:
-        """Which slots of the blocks at ``anchors`` of that document hold their true token; ``None``: none in this run."""
+        """Draw which slots of the blocks at ``anchors`` hold their true token; ``None`` if no slot does in this run."""
         share = self.config.reveal
         seed = f"reveal/{self.config.seed}/{epoch}/{index}"
         return draw_reveals(len(anchors), self.block_size, share, seed) if share else None
 
     def split_passes(self, indices: Sequence[int], anchors: Mapping[int, Sequence[int]]) -> list[list[int]]:
-        """Cut documents, by their index, where their blocks would exceed ``rows_per_pass`` rows of one forward pass."""
+        """Split documents, given by their indices, into passes of at most ``rows_per_pass`` block rows."""
         passes: list[list[int]] = []
         for index in indices:
             most = max(len(anchors[i]) for i in [*(passes[-1] if passes else ()), index])
@@ -143,7 +143,7 @@ class StepFunction:
     def total_weight(
         self, documents: Sequence[Document], anchors: Sequence[Sequence[int]], reveals: Sequence[Tensor | None] = ()
     ) -> float:
-        """Σ of the weights of all slots to predict: what a step's loss is divided by, on every process alike."""
+        """Return the sum of the weights of all slots to predict, by which every process divides the step's loss."""
         sums: list[float] = [0.0, *self.weights.cumsum(0).tolist()]
         total = sum(
             sums[min(self.block_size, len(document) - anchor) - 1]
@@ -166,10 +166,10 @@ class StepFunction:
         window: int | None = None,
         reveals: Sequence[Tensor] | None = None,
     ) -> StepResult:
-        """Loss of ``documents``; ``scale`` 0 makes it count for nothing (a process without a share of its own).
+        """Return the loss of ``documents``, multiplied by ``scale``: 0 in a process without a share of the batch.
 
-        With a ``window`` blocks see at most so many tokens before them. What is measured are blocks without ``reveals``: those
-        that one draft pass fills.
+        With a ``window`` a block sees at most that many tokens before it. Only blocks without ``reveals`` are measured, because
+        one draft pass fills them.
         """
         lengths = [len(document) for document in documents]
         blocks = build_blocks(pad(documents), lengths, anchors, self.block_size, self.mask_token_id, reveals)
@@ -188,9 +188,9 @@ class StepFunction:
         return states
 
     def _before(self, blocks: Blocks) -> Tensor:
-        """Embeddings of the token before each block token, for the sequential head.
+        """Return the embedding of the token before each block token, for the sequential head.
 
-        The anchor's own row predicts nothing; it gets the anchor's embedding.
+        The anchor's own row predicts nothing, and gets the anchor's embedding.
         """
         anchor = blocks.token_ids[..., :1]
         token_ids = torch.cat([anchor, anchor, blocks.labels[..., :-1]], dim=-1).flatten().to(self.target.device)

@@ -1,7 +1,7 @@
-"""Which tokens a drafter drafts, and which its loss looks at: all of its target's, or the frequent ones where that pays.
+"""Choose the tokens that a drafter drafts, and those whose logits enter its loss: all, or the frequent ones if that is faster.
 
-A cycle reads the target's weights once to verify and its head once more to draft; most rows of a large head are of tokens that
-hardly ever come. Drafting N of V tokens saves the rest, and loses the draft positions whose token is not among the N.
+A cycle reads the target's weights to verify, and its head once more to draft. Most rows of a large head are of very rare tokens.
+Drafting N of V tokens does not read the other rows, but a position whose token is not among the N is never accepted.
 """
 
 import math
@@ -18,32 +18,32 @@ from volley.train.documents import Document, response_counts
 from volley.train.features import FrozenTarget
 
 SMALLEST = 8192
-"""Smallest size to try. Sizes are powers of two; below this one a head is small beside everything else."""
+"""Smallest size to try. Sizes are powers of two; a smaller head is cheap beside the rest of a cycle."""
 ACCEPTED = 0.8
-"""The chance of a draft position, if the token is in the vocabulary, that the rule reckons with: τ = 1 / (1 − 0.8) = 5."""
+"""Assumed acceptance probability of a position whose token is in the vocabulary: τ = 1 / (1 − 0.8) = 5."""
 PAYS = 1.03
-"""How many times faster a cycle's tokens must become."""
+"""Least speedup for which the vocabulary is reduced."""
 LOOKED_AT, DRAWN, LARGE = 1024, 512, 4096
-"""Frequent tokens that a step's loss looks at, others beside them, and the smallest vocabulary where that saves something."""
+"""Number of frequent tokens in a step's loss, number of other tokens drawn for it, and the smallest vocabulary for that."""
 
 
 def coverage(counts: Tensor, others: Tensor, size: int) -> float:
-    """The share of the tokens counted in ``others [V]`` that are among the ``size`` most frequent of ``counts [V]``."""
+    """Return the share of the tokens counted in ``others [V]`` that are among the ``size`` most frequent of ``counts [V]``."""
     kept = counts.argsort(descending=True, stable=True)[:size]
     return float(others[kept].sum() / others.sum().clamp(min=1))
 
 
 def expected_speed(covered: float, weights: int, drafted_rows: int, width: int) -> float:
-    """Tokens for each weight that a cycle reads: ``weights`` of the target and ``drafted_rows`` of a head of that ``width``."""
+    """Return the tokens per weight that a cycle reads: ``weights`` of the target, and ``drafted_rows`` of its head [V, width]."""
     return 1 / (1 - ACCEPTED * covered) / (weights + drafted_rows * width)
 
 
 def choose_vocabulary(documents: Sequence[Document], vocab_size: int, width: int, weights: int) -> int | None:
-    """The number of drafted tokens that promises most speed; ``None`` for all.
+    """Return the size of the draft vocabulary with the highest expected speed; ``None`` for all tokens.
 
-    ``weights`` is the number of weights that a pass of the target reads, ``width`` the length of a row of its head. What N tokens
-    cover is judged on responses other than those that chose them: on each half by the other, so that few responses, which
-    say little about rare tokens, keep all.
+    ``weights`` is the number of weights that a pass of the target reads, ``width`` the length of a row of its head. Coverage is
+    measured by cross-validation: tokens are chosen by one half of the responses and counted in the other. So few responses,
+    which say little about rare tokens, keep all tokens.
     """
     halves = [response_counts(documents[part::2], vocab_size) for part in (0, 1)]
     best, most = None, PAYS * expected_speed(1.0, weights, vocab_size, width)
@@ -59,14 +59,14 @@ def choose_vocabulary(documents: Sequence[Document], vocab_size: int, width: int
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The ``size`` tokens that ``counts [V]`` has most of, and the head whose rows draft them."""
+    """The ``size`` most frequent tokens by ``counts [V]``, and the head whose rows draft them."""
 
     size: int
     counts: Tensor
     ends: TargetEnds
 
     def reduce(self, drafter: Drafter) -> Drafter:
-        """A copy of ``drafter`` that drafts these tokens alone."""
+        """Return a copy of ``drafter`` that drafts only these tokens."""
         checkpoint = Checkpoint(drafter.config, drafter.state_dict())
         reduced = with_vocabulary(checkpoint, self.ends, self.counts.tolist(), self.size)
         copy = Drafter(reduced.config)
@@ -75,22 +75,22 @@ class Vocabulary:
 
 
 class LossTokens:
-    """The tokens that the loss of a step looks at: the frequent ones, the step's labels, and a few of the others.
+    """Tokens in the loss of a step: the frequent ones, the step's labels, and a sample of the others.
 
-    Each of the few stands for its share of all others, by a bias on its logit (importance sampling), so that the sum under the
-    softmax is right on average. On a CPU the whole head would take a quarter of a step at a vocabulary of 8,192.
+    Each sampled token stands for its share of the others, by a bias on its logit (importance sampling). So the softmax's
+    denominator is right on average. On a CPU the whole head would take a quarter of a step at a vocabulary of 8,192.
     """
 
     def __init__(self, counts: Tensor) -> None:
-        """``counts [V]``: how often each token stands in the responses."""
+        """Choose the frequent tokens by ``counts [V]`` in the responses."""
         order = counts.argsort(descending=True, stable=True)
         self.frequent, others = order[:LOOKED_AT], order[LOOKED_AT:]
         self.others = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))]
 
     def __call__(self, head: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Rows ``[n, width + 1]`` of the ``head``, whose last column is a bias, and where each of the ``labels`` is in them.
+        """Return rows ``[n, width + 1]`` of ``head``, whose last column is a bias, and the index of each of the ``labels``.
 
-        Which others are drawn depends on the labels alone, so that a resumed run draws the same.
+        The sample depends only on the labels, so a resumed run draws the same.
         """
         is_sure = torch.zeros(len(head), dtype=torch.bool)
         is_sure[self.frequent] = is_sure[labels] = True
@@ -104,7 +104,7 @@ class LossTokens:
 
 
 def loss_tokens(documents: Sequence[Document], target: FrozenTarget) -> LossTokens | None:
-    """Return the tokens that a training's loss looks at; ``None`` for all: if they are few, on a GPU, or if logits are capped."""
+    """Return the tokens in a training's loss. ``None`` for all: if they are few, on a GPU, or if logits are capped."""
     if target.vocab_size < LARGE or target.device.type != "cpu" or target.softcap is not None:
         return None
     return LossTokens(response_counts(documents, target.vocab_size))

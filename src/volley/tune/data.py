@@ -1,4 +1,4 @@
-"""The responses a drafter is tuned on: collected, and parted by prompt into those that are learnt from and those that judge."""
+"""Collect the responses that a drafter is tuned on, and split them by prompt into training and held-out responses."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ WANTED_RESPONSES = 1000
 MOST_SAMPLES = 8
 HELD_OUT_SHARE = 0.1
 MOST_HELD_OUT = 64
-ROOM = 64
-"""Tokens of an answer that judges, in the training and behind it: a prompt must leave so many of the target's context."""
+ANSWER_TOKENS = 64
+"""Tokens of an answer to a held-out prompt. A held-out prompt must leave that many tokens of the target's context."""
 
 
 def plan_collection(config: TuneConfig, out: Path) -> CollectConfig:
-    """Few prompts are answered several times, at temperatures above 0; equal answers at 0 would teach nothing."""
+    """Plan the collection. Few prompts are answered several times, at temperatures above 0; answers at 0 would be equal."""
     once = CollectConfig(
         prompts=config.prompts,
         out=out,
@@ -61,7 +61,7 @@ def _check_different(prompts: int, what: str) -> None:
 
 
 def digests(config: TuneConfig) -> dict[str, str]:
-    """SHA-256 of each file of prompts or responses: a run does not go on with others."""
+    """Return the SHA-256 of each file of prompts or responses. A run refuses to continue with other files."""
     files = [path for path in (*config.prompts, *config.data) if Path(path).is_file()]
     return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
 
@@ -69,7 +69,7 @@ def digests(config: TuneConfig) -> dict[str, str]:
 def run_collection(
     config: TuneConfig, target: Callable[[], Target], out: Path, report: Callable[[str], None]
 ) -> list[str]:
-    """Answer every prompt that ``out`` does not have yet; returns why some were not answered."""
+    """Answer every prompt that ``out`` lacks. Return the reasons why some were not answered."""
     planned, (source, pace) = plan_collection(config, out), _source(config, target)
     end = collect(planned, source, lambda now: report(progress_line(now, pace)))
     report(progress_line(end, pace))
@@ -81,13 +81,13 @@ class Pace:
     """Expected pace of a source, before its first response."""
 
     at_once: int
-    """Responses that are under way together."""
+    """Number of responses that are generated together."""
     longest_seconds: float | None = None
-    """A response's share of the time that so many of the longest take; unknown of an endpoint."""
+    """Seconds of that many responses of the maximum length, divided by their number; ``None`` for an endpoint."""
 
 
 def progress_line(now: Collected, pace: Pace) -> str:
-    """Return a line with the number of responses and the minutes left. A response under way counts as half done."""
+    """Return a line with the number of responses and the minutes left. An unfinished response counts as half done."""
     left = now.total - now.skipped - now.finished
     line = f"{now.total - left} of {now.total} responses"
     if not now.finished:
@@ -112,10 +112,10 @@ def _source(config: TuneConfig, target: Callable[[], Target]) -> tuple[Source, P
 
 
 def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[str, Any]:
-    """Write ``train.jsonl`` and ``held-out.jsonl`` into ``out``: all responses to a prompt lie on one side.
+    """Write ``train.jsonl`` and ``held-out.jsonl`` to ``out``. All responses to a prompt are in one of them.
 
-    Rows without two tokens of a response teach nothing and are left out. What judges must be answered once more, so a prompt
-    that fills the context of the target, which is loaded for this, is learnt from only.
+    Rows with fewer than two response tokens are left out. Held-out prompts are answered once more, so a prompt that fills the
+    target's context is used for training only. The target is loaded to check that.
     """
     rows = read_rows(paths)
     keys = [asked(row) for row in rows]
@@ -129,13 +129,14 @@ def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[
     for key, row, document in zip(keys, rows, documents, strict=True):
         if len(document) - document.response_start >= 2:
             groups.setdefault(key, []).append(row)
-            if document.response_start <= context - ROOM:
+            if document.response_start <= context - ANSWER_TOKENS:
                 fitting.add(key)
     _check_different(len(groups), "responses of two tokens or more answer")
     held = set(sorted(fitting)[: min(MOST_HELD_OUT, max(2, int(HELD_OUT_SHARE * len(groups))))])
     if len(held) < 2:
         raise InputError(
-            f"{len(held)} prompts leave {ROOM} tokens of the target's context of {context}, and two must judge; give shorter ones"
+            f"{len(held)} prompts leave {ANSWER_TOKENS} tokens of the target's context of {context}, and two must judge; "
+            "give shorter ones"
         )
     sides = {"held-out.jsonl": [row for key in sorted(held) for row in groups[key]]}
     sides["train.jsonl"] = [row for key, rows in groups.items() if key not in held for row in rows]
@@ -146,21 +147,22 @@ def part(paths: tuple[str, ...], out: Path, load: Callable[[], Target]) -> dict[
 
 
 def _size(row: dict[str, Any]) -> int:
-    """Tokens, or about so many where only text is known."""
+    """Return the number of tokens of prompt and response, or an estimate if only the text is known."""
     ids = [*row.get("prompt_token_ids", ()), *row.get("response_token_ids", ())]
     return len(ids) or sum(len(message["content"]) for message in row["messages"]) // 3
 
 
 def held_out_prompts(out: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> list[list[int]]:
-    """The token ids of each prompt once, with or without thinking, as it was answered; those that leave room for an answer.
+    """Return the token ids of each prompt once, with or without thinking, as it was answered.
 
-    An engine holds ``most`` tokens of one request.
+    An engine holds ``most`` tokens of one request. Prompts after which no answer fits are left out.
     """
     rows = read_rows([out / "held-out.jsonl"])
     found = [list(ids) for ids in dict.fromkeys(tuple(prompt_ids(tokenizer, row)) for row in rows)]
-    fitting = [ids for ids in found if len(ids) <= most - ROOM]
+    fitting = [ids for ids in found if len(ids) <= most - ANSWER_TOKENS]
     if not fitting:
         raise InputError(
-            f"no prompt that is held out leaves {ROOM} of the {most} tokens that an engine holds of one; give shorter ones"
+            f"no prompt that is held out leaves {ANSWER_TOKENS} of the {most} tokens that an engine holds of one; "
+            "give shorter ones"
         )
     return fitting

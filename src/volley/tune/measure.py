@@ -1,4 +1,4 @@
-"""τ and speed of a pair on prompts that nothing was learnt from, in turn with plain decoding."""
+"""Measure τ and speed of a pair on held-out prompts, in turn with plain decoding."""
 
 import time
 from collections.abc import Sequence
@@ -14,25 +14,25 @@ from volley.engine.chains import accepted_lengths, mean_length, shares
 from volley.engine.engine import Engine
 from volley.params import SamplingParams
 from volley.results import GenerationResult
-from volley.tune.data import ROOM
+from volley.tune.data import ANSWER_TOKENS
 
 PROMPTS = 8
 GREEDY = 20
-"""Rounds of greedy answers that a certificate asks for, about."""
+"""Approximate number of rounds of greedy answers for a certificate."""
 JUDGED = 10
-"""Tokens that are judged to know how long one takes."""
+"""Number of tokens that are judged to measure the time of one."""
 
 
 def measure_seconds(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> float:
-    """Return the maximum seconds of :func:`measure`, from passes that are timed here, as if no draft were accepted."""
+    """Estimate the most seconds of :func:`measure` by timing passes, as if no draft token were accepted."""
     plain, chosen = without_drafter(engine), prompts[:PROMPTS]
-    answer = plain.cycle_seconds(_mean_length(chosen), 1) + ROOM * plain.cycle_seconds(1, 1)
+    answer = plain.cycle_seconds(_mean_length(chosen), 1) + ANSWER_TOKENS * plain.cycle_seconds(1, 1)
     return 3 * (1 + len(chosen)) * len(set(temperatures)) * answer
 
 
 def certify_seconds(engine: Engine, prompts: Sequence[Sequence[int]], config: CertifyConfig) -> float:
-    """About what certifying takes: answers drawn together, as if no draft were kept, read one by one and judged, and greedy
-    ones."""
+    """Estimate the seconds of certifying: sampled answers decoded together, as if no draft token were accepted, then read one by
+    one and judged, and greedy answers."""
     assert engine.drafter is not None
     plain, todo = without_drafter(engine), len(ways(engine, config.max_tokens))
     step = engine.cycle_seconds(engine.drafter.config.block_size, AT_ONCE)
@@ -43,7 +43,7 @@ def certify_seconds(engine: Engine, prompts: Sequence[Sequence[int]], config: Ce
 
 
 def _judging_seconds(vocab_size: int) -> float:
-    """Return the seconds to judge one sampled token."""
+    """Measure the seconds to judge one sampled token."""
     row, params = torch.randn(vocab_size), SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
     started = time.perf_counter()
     for _ in range(JUDGED):
@@ -56,19 +56,19 @@ def _mean_length(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def measure(engine: Engine, prompts: Sequence[Any], temperatures: Sequence[float]) -> dict[str, Any]:
-    """Prompt by prompt, plain decoding first: a row for each temperature, with chains of the drafter's own block size.
+    """Decode each prompt plainly and then speculatively. Return a row for each temperature.
 
-    ``speedup`` is that of the default policy, one request at a time; ``tau`` that of fixed chains. Requests have no seed: with
-    one, sampled chains are verified by another rule.
+    ``speedup`` is that of the default policy with one request at a time. ``tau`` is that of chains of the drafter's own block
+    size. Requests have no seed, because seeded sampled chains are verified by another rule.
     """
     chosen, plain = prompts[:PROMPTS], without_drafter(engine)
     assert engine.drafter is not None
     block = engine.drafter.config.block_size
     rows = []
     for temperature in sorted(set(temperatures)):
-        params = SamplingParams(temperature=temperature, max_tokens=ROOM)
+        params = SamplingParams(temperature=temperature, max_tokens=ANSWER_TOKENS)
         seconds, tokens = [0.0, 0.0], [0, 0]
-        for index, prompt in enumerate([chosen[0], *chosen]):  # the first once more: it pays for what happens once
+        for index, prompt in enumerate([chosen[0], *chosen]):  # the first prompt is decoded twice, to warm up
             results = [_answer(each, prompt, params) for each in (plain, engine)]
             if index:
                 seconds = [sum(pair) for pair in zip(seconds, map(_decode_seconds, results), strict=True)]

@@ -11,7 +11,7 @@ from volley.prompts import check_training
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """A model, its traffic and the minutes to spend; everything else has a rule."""
+    """Options of a tuning run: a model, its traffic and the minutes of training. The rest is chosen by rules."""
 
     target: str
     """Folder, hub name or GGUF file of the target: any causal LM that volley decodes."""

@@ -1,4 +1,4 @@
-"""The report of a tuning in Markdown: what was chosen and what came out."""
+"""Write the report of a tuning run in Markdown: its choices and its results."""
 
 from collections.abc import Iterable
 from statistics import fmean
@@ -15,15 +15,15 @@ Engine.from_pretrained({target!r}, drafter={out!r})
 volley serve --target {target} --drafter {out}
 ```"""
 OVERFIT = 0.02
-"""How much the held-out cross-entropy must rise above its lowest, as a share, to be called over-fitting."""
+"""Share by which the held-out cross-entropy must rise above its minimum to count as overfitting."""
 LINES = 10
-"""Lines of the training's log that are averaged. Each has the blocks of one step."""
+"""Number of log lines that are averaged; each is about one step."""
 
 
 def to_markdown(
     done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any], config: TuneConfig
 ) -> str:
-    """``done`` are the outcomes of the steps, ``log`` the lines of the training's log."""
+    """Return the report. ``done`` holds the outcomes of the steps, ``log`` the lines of the training's log."""
     measured, checks = done["measure"], certificate["checks"]
     exports = [(form, where) for form, where in done["export"].items() if form != "seconds"]
     parts = [
@@ -49,14 +49,14 @@ def to_markdown(
 
 
 def summary(done: dict[str, Any], certificate: dict[str, Any]) -> str:
-    """The outcome in a sentence or two."""
+    """Summarise the outcome in one or two sentences."""
     speeds = [f"{row['speedup']:.2f} × at T = {row['temperature']:g}" for row in done["measure"]["rows"]]
     judged = f"{len(certificate['checks'])} checks found its output {certificate['verdict']}"
     return f"With this drafter the target decodes {' and '.join(speeds)} as fast as without, one request at a time. {judged}."
 
 
 def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str, Any]) -> list[str]:
-    """Return what the reader should know first."""
+    """Return warnings and hints for the top of the report."""
     found = []
     if certificate["finding"]:
         found.append(f"The pair is {certificate['verdict']}: {certificate['finding']}.")
@@ -77,7 +77,7 @@ def notes(done: dict[str, Any], log: list[dict[str, Any]], certificate: dict[str
 
 
 def is_overfit(log: list[dict[str, Any]]) -> bool:
-    """Return whether cross-entropy rose on held-out responses, from its lowest to the end, while it fell on trained ones."""
+    """Return True if cross-entropy rose on held-out responses, from its minimum to the end, while it fell on trained ones."""
     known = [row for row in log if "cross_entropy" in row]
     held = [(row["cross_entropy"], row["step"]) for row in known if row["kind"] == "eval"]
     train = [row for row in known if row["kind"] == "train"]

@@ -1,4 +1,4 @@
-"""One command from a model and its traffic to a certified drafter: six steps, each of which a killed run goes on behind."""
+"""Make a certified drafter for a model and its traffic in six steps. A killed run continues after its last finished step."""
 
 import math
 import time
@@ -31,49 +31,50 @@ from volley.train.loop import Trainer
 from volley.train.options import LONGEST, TrainConfig, filled
 from volley.train.parallel import Ranks
 from volley.train.presets import preset_for, read_config, training_dtype
-from volley.tune.data import ROOM, digests, held_out_prompts, part, run_collection
+from volley.tune.data import ANSWER_TOKENS, digests, held_out_prompts, part, run_collection
 from volley.tune.measure import certify_seconds, measure, measure_seconds
 from volley.tune.options import TuneConfig
 from volley.tune.report import to_markdown
 from volley.tune.state import Milestones, alone_in
 
 READ_SHARE = 0.12
-"""Maximum share of the minutes for the target's reading of the responses, which the training need not read again."""
+"""Most of the minutes, as a share, for reading responses with the target before the training."""
 MOST_READ = 0.75
-"""Share of the responses from which on all count as read: the rest is read in each step that has them."""
+"""Share of cached responses above which all count as read. The others are read in each step that has them."""
 READ_WINDOW, READ_TOKENS = 64, 2048
-"""Responses that are sorted by length, and tokens of a pass over some of them."""
+"""Number of responses that are sorted by length together, and tokens of a pass over some of them."""
 LEAST_SHARE = 0.25
-"""Minimum share of the minutes for the training itself, however long reading and timing took."""
+"""Least share of the minutes for the training itself, however long reading and timing took."""
 BATCH, SMALLEST_BATCH, LARGEST_BATCH = 1024, 512, 8192
 TIMED_STEPS = 5
 ANCHORS = 64
-"""Blocks of a response in a step, at most."""
+"""Most blocks of a response in a step."""
 STEPS = 4000
-"""Minimum steps of the training, unless batches would be too small: short trainings need steps."""
+"""Least number of steps, unless batches would be too small, because short trainings need many steps."""
 UPDATE_SHARE, FEWEST_STEPS = 0.25, 500
-"""Most of a step that the optimizer's update may take, where so many steps are left: Muon takes as long for a small batch."""
+"""Most of a step's time, as a share, for the optimizer's update, as long as that many steps remain. The update takes as long for
+a small batch."""
 BLOCK = 8
-"""Largest block if none is asked for, anchor included."""
+"""Default of the largest block, anchor included."""
 EVALUATIONS, EVALUATION_PROMPTS = 8, 20
 MINUTES_BETWEEN = 0.7
-"""From one evaluation to the next, at least, where two fit."""
+"""Least number of minutes between evaluations, if two fit."""
 PATIENCE = 3
 EXPORTS: dict[Format, str] = {"speculators": "", "sglang": "", "transformers": "", "gguf": "drafter.gguf"}
-"""Formats, and the file inside the format's folder where it is one file."""
+"""Formats, each with the name of its file, or empty if it is a folder."""
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = print) -> Path:
-    """Collect, train, measure, certify, export and report; returns ``config.out``, which loads as a drafter.
+    """Collect, train, measure, certify, export and report. Return ``config.out``, which loads as a drafter.
 
-    Raises ConfigError where the folder holds a tuning of other options, or a model, and where another process tunes in it.
+    Raise ConfigError if the folder holds a model or a run with other options, or if another process tunes in it.
     """
     make_folder(config.out)
     if (config.out / "config.json").exists():
         raise ConfigError(
             f"{config.out} holds a model (config.json), which a tuning would hide behind; give another --out"
         )
-    check_causal(config.target, read_kind(config.target)[1])  # before anything is collected
+    check_causal(config.target, read_kind(config.target)[1])  # raise this error before collecting
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with alone_in(config.out):
@@ -95,7 +96,7 @@ def _run(tuning: "Tuning", say: Callable[[str], None]) -> None:
 
 
 class Tuning:
-    """The steps. Each takes what the ones before have left in ``progress`` and in the folder, and returns its outcome."""
+    """Steps of a run. Each reads the results of earlier steps from ``progress`` and the folder, and returns its outcome."""
 
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
@@ -116,7 +117,7 @@ class Tuning:
 
     @cached_property
     def serving(self) -> Target:
-        """The target as it decodes: in bf16, like other commands, unless a data type was given."""
+        """Target for decoding: in bf16, as in other commands, unless a data type was given."""
         dtype = torch.bfloat16 if self.config.dtype == "auto" else self.dtype
         target = Target.from_pretrained(self.config.target, dtype=dtype, device=self.config.device)
         self.progress.check_target(target_fingerprint(target.model))
@@ -146,7 +147,7 @@ class Tuning:
 
     @cached_property
     def base(self) -> TrainConfig:
-        """The preset's training, with a Markov head, which other programs run too."""
+        """Return the preset's training, with a Markov head, which other programs support too."""
         config, target = self.config, read_config(self.config.target)
         preset, width = preset_for(target), target.get_text_config().hidden_size
         return TrainConfig(
@@ -155,7 +156,7 @@ class Tuning:
             out=str(self.out / "train"),
             eval_data=str(self.out / "held-out.jsonl"),
             eval_prompts=EVALUATION_PROMPTS,
-            eval_max_tokens=ROOM,
+            eval_max_tokens=ANSWER_TOKENS,
             keep_best=True,
             patience=PATIENCE,
             block_size=config.block_size or BLOCK,
@@ -190,10 +191,10 @@ class Tuning:
         return ranks
 
     def read(self, data: TrainingData) -> int:
-        """Have the target read the responses before the training, many in one pass.
+        """Read the responses with the target before the training, many in one pass.
 
-        Return how many blocks a response shall have. If nearly all features are in memory, these are as many as predict each of
-        its tokens about once an epoch: more cost as much as blocks of other responses, which teach more.
+        Return the number of blocks of a response. If nearly all features are cached, each token is predicted about once an
+        epoch, because blocks of other responses are as cheap and teach more.
         """
         features = RememberedFeatures(self.frozen, preset_for(self.frozen.text_config).taps, with_final=False)
         order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
@@ -215,7 +216,7 @@ class Tuning:
         return anchors
 
     def _batch(self, minutes: float) -> int:
-        """Return the tokens of a step that give a training of so many minutes enough steps. A few steps are timed."""
+        """Time a few steps, and return the tokens of a step with which a training of ``minutes`` has enough steps."""
         timed = replace(self.base, max_steps=TIMED_STEPS, out=str(self.out / "timed"))
         for _ in range(1 if self.ranks.device.type == "cpu" else 2):  # a GPU's first steps load and choose kernels
             trial = Trainer(timed, self.ranks, self.frozen, speaks=False)
@@ -233,7 +234,7 @@ class Tuning:
         return batch
 
     def training(self, plan: dict[str, Any]) -> TrainConfig:
-        """Return the training: ``anchors`` and ``batch`` of the plan, for its ``minutes``."""
+        """Return the training by a plan's ``anchors``, ``batch`` and ``minutes``."""
         minutes: float = plan["minutes"]
         return replace(
             self.base,
@@ -251,7 +252,7 @@ class Tuning:
             return max(LEAST_SHARE * minutes, minutes - (time.monotonic() - started) / 60)
 
         self.say(f"it takes {minutes:g} minutes by the clock, evaluations included")
-        # On a GPU the target reads in every step, and one reading serves many blocks.
+        # On a GPU the target runs in every step, and one pass serves many blocks.
         if self.ranks.device.type == "cpu":
             anchors = self.read(TrainingData(self.base, self.frozen))
         if "plan" not in self.progress:
@@ -326,9 +327,9 @@ class Tuning:
             try:
                 export(self.drafter, folder / file, form, target=self.config.target)
                 written[form] = str(folder)
-            except WriteError:  # a full disk has room another time
+            except WriteError:  # the disk may be full; the step can be repeated
                 raise
-            except VolleyError as error:  # what the format, or its reader of the target, cannot hold
+            except VolleyError as error:  # the format does not support the drafter or its target
                 written[form] = str(error)
                 continue
             if file:
@@ -351,11 +352,11 @@ class Tuning:
 
 
 def batch_tokens(seconds: float, per_token: float, update: float) -> int:
-    """Tokens of a step, a power of two, for a training of ``seconds``.
+    """Return the tokens of a step, a power of two, for a training of ``seconds``.
 
-    It has ``STEPS`` steps, or as many as batches of ``SMALLEST_BATCH`` leave. A step takes ``per_token`` seconds a token and
-    ``update`` of the optimizer, so batches are larger where that would be more than ``UPDATE_SHARE`` of it, while
-    ``FEWEST_STEPS`` are left.
+    The training has ``STEPS`` steps, or fewer if batches would be smaller than ``SMALLEST_BATCH``. A step takes ``per_token``
+    seconds for each token and ``update`` seconds of the optimizer. If the update would take more than ``UPDATE_SHARE`` of a
+    step, batches are larger, as long as ``FEWEST_STEPS`` steps remain.
     """
     for_steps = (seconds / STEPS - update) / per_token
     for_share = update * (1 / UPDATE_SHARE - 1) / per_token
@@ -365,7 +366,7 @@ def batch_tokens(seconds: float, per_token: float, update: float) -> int:
 
 
 def read_together(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """``documents`` in their order, but for those of a window, which pass by length: few of a pass's tokens are then padding."""
+    """Yield ``documents`` in batches of similar lengths, which are sorted within windows, so that passes have little padding."""
     for first in range(0, len(documents), READ_WINDOW):
         together: list[Document] = []
         for document in sorted(documents[first : first + READ_WINDOW], key=len):
@@ -381,7 +382,7 @@ def _window(tokens: int | None) -> str:
 
 
 def _named(config: TrainConfig) -> str:
-    """Return the options that differ from training to training."""
+    """Return the options that differ between trainings."""
     names = ("learning_rate", "optimizer", "num_layers", "block_size", "head", "head_rank", "tokens_per_batch")
     values = {name.replace("_", " "): getattr(config, name) for name in names}
     return ", ".join(

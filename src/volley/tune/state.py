@@ -1,4 +1,4 @@
-"""Progress of a tuning run, in one file of its folder. A killed run goes on behind its last finished step."""
+"""Store the progress of a tuning run in one file of its folder. A killed run continues after its last finished step."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ from volley.files import lock_folder, read_json, write_atomically
 
 
 def alone_in(out: Path) -> TextIO:
-    """Be the only tuning that works in ``out``, until what this returns is closed or the process ends."""
+    """Lock ``out`` for this tuning run, until the returned file is closed or the process ends."""
     return lock_folder(out, "another volley tune works", "wait for it or stop it", "give another --out")
 
 
 class Milestones:
-    """``tune.json``: the options of the run, its target's fingerprint, and the outcome of every step that is done."""
+    """Contents of ``tune.json``: options of the run, its target's fingerprint, and the outcome of every finished step."""
 
     def __init__(self, out: Path, options: dict[str, Any]) -> None:
         self.path = out / "tune.json"
@@ -41,7 +41,7 @@ class Milestones:
         self._write()
 
     def check_target(self, fingerprint: str) -> None:
-        """Refuse a target of other weights than the steps before had."""
+        """Refuse a target whose weights differ from those of the earlier steps."""
         if self.target not in (None, fingerprint):
             raise ConfigError(
                 f"{self.path.parent} was begun with other weights of the target; restore them to go on, or give another --out"
@@ -49,7 +49,7 @@ class Milestones:
         self.target = fingerprint
 
     def begin(self) -> None:
-        """Note the options before the first step leaves anything, which a run with others must not go on with."""
+        """Save the options before the first step writes files, which a run with other options must not use."""
         if not self.path.exists():
             self._write()
 

@@ -22,7 +22,7 @@ from volley.models.gguf.target import row_order
 from volley.models.layers.accelerate import accelerate, weight_bytes
 from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.layers.fused import FusedLayer
-from volley.models.layers.residency import MappedFiles
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
 from volley.weights import OF_FILES, STORED

@@ -22,7 +22,7 @@ from volley.models.gguf.model import FileCodes, load_model, open_model
 from volley.models.layers.accelerate import accelerate, weight_bytes
 from volley.models.layers.fingerprint import target_fingerprint
 from volley.models.layers.fused import FusedLayer
-from volley.models.layers.residency import MappedFiles
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.routed import GatedExperts
 from volley.models.targets.target import Target
 from volley.native import Product, Weights

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import make_pair, random_drafter
 from volley.errors import CheckpointError
 from volley.models.drafters.drafter import Drafter
-from volley.models.layers.residency import MappedFiles
-from volley.models.layers.unfilled import unfilled
+from volley.models.layers.empty_weights import empty_weights
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.targets import diffusion, loading
 from volley.models.targets.loading import (
     announce_download,
@@ -170,7 +170,7 @@ def test_transformers_reads_what_needs_more_than_a_place(tmp_path: Path, change:
 
 def test_models_without_memory_are_made_in_one_thread_alone() -> None:
     made: list[torch.nn.Linear] = []
-    with unfilled():
+    with empty_weights():
         thread = Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
         thread.start()
         thread.join()
@@ -185,12 +185,12 @@ def test_models_made_in_two_threads_at_once_leave_initial_values_to_others() -> 
     inside, first_left = Event(), Event()
 
     def make_another() -> None:
-        with unfilled():
+        with empty_weights():
             inside.set()
             first_left.wait()
 
     thread = Thread(target=make_another)
-    with unfilled():
+    with empty_weights():
         thread.start()
         inside.wait()
         layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
@@ -209,7 +209,7 @@ def test_a_hook_is_there_before_threads_go_over_all_of_them() -> None:
     def make(empty: bool) -> None:
         try:
             for _ in range(2000):
-                with unfilled() if empty else nullcontext():
+                with empty_weights() if empty else nullcontext():
                     torch.nn.Linear(2, 2)
         except RuntimeError as error:
             failed.append(error)

@@ -39,7 +39,7 @@ class Backlog:
 
     def __init__(self, write: Write) -> None:
         self._write = write
-        self._room: Tensor | None = None  # the first _num_tokens rows are features
+        self._buffer: Tensor | None = None  # the first _num_tokens rows are features
         self._runs: list[KeptRun] = []  # of each request in each step
         self._counts: list[int] = []  # tokens that each request added to its run
         self._closed: list[KeptRun] = []
@@ -51,13 +51,13 @@ class Backlog:
 
     def add(self, features: Tensor, runs: Sequence[KeptRun], counts: Sequence[int]) -> None:
         """Append ``features [T, taps · H]``: the next ``counts[i]`` tokens of ``runs[i]``, one run after the other."""
-        room, first, end = self._room, self._num_tokens, self._num_tokens + len(features)
-        if room is None or end > len(room):
-            before, room = room, features.new_empty(max(_FEW, end), features.shape[1])
+        buffer, first, end = self._buffer, self._num_tokens, self._num_tokens + len(features)
+        if buffer is None or end > len(buffer):
+            before, buffer = buffer, features.new_empty(max(_FEW, end), features.shape[1])
             if before is not None:
-                room[:first] = before[:first]
-            self._room = room
-        room[first:end] = features
+                buffer[:first] = before[:first]
+            self._buffer = buffer
+        buffer[first:end] = features
         self._runs += runs
         self._counts += counts
         self._num_tokens = end
@@ -71,14 +71,14 @@ class Backlog:
 
     def write(self) -> None:
         """Write the K/V of the whole buffer. All runs must be closed."""
-        runs, counts, closed, room, total = self._runs, self._counts, self._closed, self._room, self._num_tokens
+        runs, counts, closed, buffer, total = self._runs, self._counts, self._closed, self._buffer, self._num_tokens
         self._runs, self._counts, self._closed, self._num_tokens = [], [], [], 0
-        if not closed or room is None:
+        if not closed or buffer is None:
             return
-        if len(room) > _FEW:
-            self._room = None
+        if len(buffer) > _FEW:
+            self._buffer = None
         rows, positions, kv_slots = _places(runs, counts, closed)
-        features, own = room[:total], np.flatnonzero(_is_last(kv_slots))
+        features, own = buffer[:total], np.flatnonzero(_is_last(kv_slots))
         own = own[np.argsort(rows[own])]
         if not len(own):
             return

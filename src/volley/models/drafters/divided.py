@@ -22,7 +22,7 @@ from volley.memory.kv_store import KVStore, make_store
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.drafters.drafter import Drafter, DraftLayer
-from volley.models.layers.unfilled import unfilled
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.targets.sharded import Order, ShardedTarget
 
 _ROWS = ("q_proj.", "k_proj.", "v_proj.", "gate_proj.", "up_proj.")
@@ -52,7 +52,7 @@ def part_of(config: DrafterConfig, state: dict[str, Tensor], rank: int, world: i
         num_key_value_heads=config.num_key_value_heads // world,
         intermediate_size=config.intermediate_size // world,
     )
-    with unfilled():
+    with empty_weights():
         drafter = DrafterPart(own)
     drafter.load_state_dict({name: _share(name, x, rank, world) for name, x in state.items()}, assign=True)
     for layer in cast(list[DraftLayer], list(drafter.layers)):

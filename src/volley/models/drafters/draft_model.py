@@ -23,10 +23,10 @@ from volley.models.drafters.drafter import Attend, Drafter, read_drafter
 from volley.models.drafters.eagle import drafter_class
 from volley.models.drafters.frequent import FrequentHead, pays
 from volley.models.drafters.heads import BoundHead, MarkovTables, Projection
-from volley.models.drafters.inject import Injection, join_kv
+from volley.models.drafters.inject import Injection, merge_kv
 from volley.models.layers.fused import FusedDecoder
+from volley.models.layers.host_memory import returning_memory
 from volley.models.layers.products import choose_draft_weights
-from volley.models.layers.residency import giving_back
 from volley.models.targets.loading import load_config
 from volley.models.targets.target import Target, reading_target
 from volley.native import WantedDraftWeights
@@ -68,7 +68,7 @@ class DraftModel:
         self._decoders: WeakKeyDictionary[Drafter, FusedDecoder] = WeakKeyDictionary()
         self._inject = self.make_injection()
         self.bound_head: BoundHead | BoundRecurrent | None = None
-        with giving_back():
+        with returning_memory():
             self._bind_head()
 
     def _bind_head(self) -> None:
@@ -225,7 +225,7 @@ def load_drafter(
     kind = "bf16" if compiled else choose_draft_weights(weights, target.kept_head, target.device, target.dtype)
     has_bias = getattr(target.model.get_output_embeddings(), "bias", None) is not None  # quantised weights lack it
     head: Tensor | native.Product | None = None if has_bias else target.kept_head
-    with giving_back():
+    with returning_memory():
         folder, checkpoint = read_drafter(path)
         drafter = drafter_class(checkpoint.config).from_checkpoint(folder, checkpoint, target.dtype).to(target.device)
         del checkpoint  # it holds another reference to the weights
@@ -234,7 +234,7 @@ def load_drafter(
             stops = sorted(token for token in target.stop_token_ids if 0 <= token < target.vocab_size)
             drafter.own_head, head = FrequentHead(head, kind, stops), None
         if target.device.type == "cpu" and drafter.fc.weight.dtype == torch.bfloat16 and drafter.config.eagle is None:
-            drafter.joined_kv = join_kv(drafter)
+            drafter.merged_kv = merge_kv(drafter)
         if not compiled:
             drafter.fuse(kind, None if kind == "bf16" else head, release=True)
     return drafter

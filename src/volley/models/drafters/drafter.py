@@ -31,18 +31,18 @@ from volley.models.drafters.heads import (
     SequentialHead,
 )
 from volley.models.layers.accelerate import accelerate, release_weight, share
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import fits, layer_shape, products_of
-from volley.models.layers.joined import JoinedWeights
+from volley.models.layers.host_memory import MappedFiles
+from volley.models.layers.merged import MergedWeights
 from volley.models.layers.products import recoded_head
-from volley.models.layers.residency import MappedFiles
-from volley.models.layers.unfilled import unfilled
 from volley.models.targets.loading import drafter_path
 from volley.native import Product, Weights
 from volley.native.decoder import LayerShape, LayerWeights
 from volley.tensors import check_weights, save_tensors
 
-JoinedKV = tuple[Callable[[Tensor], Tensor], Tensor]
+MergedKV = tuple[Callable[[Tensor], Tensor], Tensor]
 """Map ``[T, H] -> [T, 2 · layers · kv_heads · d]``, keys before values, and the weights ``[layers, d]`` of the keys' norms."""
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention: ``attend(layer, queries [T, heads, d], keys [T, kv_heads, d], values [T, kv_heads, d]) -> [T, heads, d]``."""
@@ -252,19 +252,19 @@ class Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(rows or 0, dtype=torch.long) if reduced else None)
         self.fused: tuple[list[LayerWeights[Product]], LayerShape] | None = None
         """Copies of the layers' weights for :class:`FusedDecoder`, set by :meth:`fuse`."""
-        self.joined: list[JoinedWeights] = []
-        """Layers with joined projections, set by :meth:`fuse` on a GPU."""
+        self.merged: list[MergedWeights] = []
+        """Layers with merged projections, set by :meth:`fuse` on a GPU."""
         self.own_head: Projection | None = None
         """The target's head, quantised or reduced to frequent tokens, if drafts come from that."""
-        self.joined_kv: JoinedKV | None = None
-        """Joined K/V projections for injection, made before the layers' weights are released."""
+        self.merged_kv: MergedKV | None = None
+        """Merged K/V projections for injection, made before the layers' weights are released."""
         self.register_state_dict_post_hook(_read_again)  # type: ignore[no-untyped-call]
 
     def fuse(self, weights: Weights = "bf16", head: Tensor | Product | None = None, *, release: bool = False) -> None:
         """Run the drafter on this machine's fast kernels; it must not be trained afterwards.
 
         If ``weights`` are quantised, the target's ``head [V, H]`` is quantised too, or shared if it already is. ``release`` frees
-        the CPU weights that kernels have copies of; ``joined_kv`` must exist then. ``state_dict`` reads them from the drafter's
+        the CPU weights that kernels have copies of; ``merged_kv`` must exist then. ``state_dict`` reads them from the drafter's
         folder again, for a fingerprint.
         """
         if weights != "bf16" and head is not None and self.lm_head is None:
@@ -272,7 +272,7 @@ class Drafter(nn.Module):
         layers, files = list(self._layers()), MappedFiles()
         device, is_plain = self.fc.weight.device, self._has_plain_layers
         if is_plain and kernels.usable(device):
-            self.join()
+            self.merge()
         elif is_plain and device.type == "cpu" and all(fits(layer, weights) for layer in layers):
             shape = layer_shape(layers[0], AttentionOptions(self.config.head_dim**-0.5))
             self.fused = ([], shape)
@@ -289,10 +289,10 @@ class Drafter(nn.Module):
             for part in (self.fc, self.layers, *([] if self.lm_head is None else [self.lm_head])):
                 _release(part, files)
 
-    def join(self) -> None:
-        """Join the projections of each layer; the layer's own weights become views of the joined ones."""
+    def merge(self) -> None:
+        """Merge the projections of each layer; the layer's own weights become views of the merged ones."""
         options = AttentionOptions(self.config.head_dim**-0.5)
-        self.joined = [JoinedWeights(layer, layer_shape(layer, options)) for layer in self._layers()]
+        self.merged = [MergedWeights(layer, layer_shape(layer, options)) for layer in self._layers()]
 
     @property
     def _has_plain_layers(self) -> bool:
@@ -337,10 +337,10 @@ class Drafter(nn.Module):
         """
         hidden = embeddings
         cos, sin = self.rotary(positions, hidden.dtype)
-        if self.joined:
-            for index, joined in enumerate(self.joined):
-                rows = joined.before(hidden, cos[:, 0], sin[:, 0])
-                hidden = joined.after(hidden, attend(index, *joined.split(rows)).flatten(-2))
+        if self.merged:
+            for index, merged in enumerate(self.merged):
+                rows = merged.before(hidden, cos[:, 0], sin[:, 0])
+                hidden = merged.after(hidden, attend(index, *merged.split(rows)).flatten(-2))
             final: Tensor = self.norm(hidden)
             return final
         for index, layer in enumerate(self._layers()):
@@ -390,7 +390,7 @@ class Drafter(nn.Module):
     @classmethod
     def from_checkpoint(cls, path: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
         """Make a drafter from the checkpoint that was read from folder ``path``."""
-        with unfilled():
+        with empty_weights():
             drafter = cls(checkpoint.config)
         check_weights(weight_files(path)[0], drafter.state_dict(), checkpoint.tensors)
         drafter.load_state_dict(checkpoint.tensors, assign=True)

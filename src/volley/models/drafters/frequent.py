@@ -90,8 +90,8 @@ class FrequentHead:
 
     def changed_since(self, changes: int) -> Tensor:
         """Return the rows ``[n]`` that got other tokens since :attr:`changes` had this value."""
-        room = SEEN - self._kept
-        return self.first + self._kept + torch.arange(max(changes, self.changes - room), self.changes) % room
+        num_slots = SEEN - self._kept
+        return self.first + self._kept + torch.arange(max(changes, self.changes - num_slots), self.changes) % num_slots
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits ``[R, V]`` of states ``[R, H]``."""

@@ -15,7 +15,7 @@ from volley.weights import BLOCK, FORMATS, GROUP, OF_FILES, PACK, Format, Weight
 _ROUNDED = FORMATS["Q8_0"]
 """Format to which all other weights of a quantised file are quantised."""
 _ROUTER = ".ffn_gate_inp"  # of experts, and the gate of shared ones: their weights stay bf16
-_JOINED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
+_MERGED = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
 
@@ -34,7 +34,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
 
     The file's codes are kept, unless ``weights`` have fewer bits and differ from the file's own format. If ``weights`` are the
     file's own format, matrices of other types are quantised to int8 in groups of 32, and so are matrices whose numbers the file
-    has in another order. Layers that are joined into one matmul are either all kept or all quantised.
+    has in another order. Layers that are merged into one matmul are either all kept or all quantised.
     """
     own = weights == codes_for(file)
 
@@ -51,7 +51,7 @@ def plan(file: GGUFFile, weights: Weights) -> dict[str, Format | None]:
         if _is_matrix(name, file.shape(name)) and name not in unread and _ROUTER not in name
     }
     for name in list(found):
-        for parts in _JOINED:
+        for parts in _MERGED:
             if f".{parts[0]}." in name:
                 together = [name.replace(parts[0], part) for part in parts]
                 if None in [found[one] for one in together if one in found]:

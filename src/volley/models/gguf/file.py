@@ -135,12 +135,12 @@ class GGUFFile:
         return read_strings(self._first, self._mapped[0].data, self._strings[key])
 
     def find_strings(self, key: str, texts: Iterable[str]) -> dict[int, str]:
-        """Return which of ``texts`` are in an array, by their places."""
+        """Return those of ``texts`` that are in an array, by their indices."""
         return find_strings(self._first, self._mapped[0].data, self._strings[key], texts)
 
     @property
     def string_keys(self) -> list[str]:
-        """The keys of :meth:`strings`."""
+        """Keys that :meth:`strings` accepts."""
         return list(self._strings)
 
     @property
@@ -148,7 +148,7 @@ class GGUFFile:
         return self.num_tokens > 0 and "tokenizer.ggml.model" in self.metadata
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of ``{architecture}.{key}``."""
+        """Return the value of ``{architecture}.{key}``."""
         self._read.add(key)
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
@@ -170,7 +170,7 @@ class GGUFFile:
         return [key for key in keys if key not in self._read]
 
     def require(self, key: str) -> Any:
-        """The value of ``{architecture}.{key}``; an error if there is none."""
+        """Return the value of ``{architecture}.{key}``. Raise an error if there is none."""
         value = self.get(key)
         if value is None:
             raise CheckpointError(f"{self.path} has no key {self.architecture}.{key}; fetch or convert it again")

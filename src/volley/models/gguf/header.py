@@ -95,7 +95,7 @@ def read_strings(path: Path, data: Any, strings: StringArray) -> list[str]:
 
 
 def find_strings(path: Path, data: Any, strings: StringArray, texts: Iterable[str]) -> dict[int, str]:
-    """Return which of ``texts`` are in an array, by their places."""
+    """Return those of ``texts`` that are in an array, by their indices."""
     wanted = {text.encode(): text for text in texts}
     try:
         return {place: wanted[one] for place, one in enumerate(_parts(data, strings)) if one in wanted}

@@ -25,10 +25,10 @@ from volley.models.gguf.target import (
     weight_names,
 )
 from volley.models.gguf.tokens import stop_tokens
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import stride
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.products import StoredCodes
-from volley.models.layers.residency import MappedFiles
-from volley.models.layers.unfilled import unfilled
 from volley.native import blocks, grids
 from volley.native.codes import quantise_finely
 from volley.native.packing import Codes, StoredBlocks, stacked
@@ -106,7 +106,7 @@ class UnreadWeights:
                 self._places.setdefault(weight, []).append((module, name))
         self._coded = set[nn.Parameter]()
         if weights != "bf16":
-            self._tell_codes(weights)
+            self._attach_codes(weights)
 
     def _set_buffer(self, model: PreTrainedModel, own: str, name: str) -> None:
         """Set a buffer in fp32, as transformers keeps the router's."""
@@ -129,24 +129,24 @@ class UnreadWeights:
                 f"{self._file.path}: {stored}, where the model has {tuple(weight.shape)}; fetch or convert it again"
             )
 
-    def _tell_codes(self, weights: Weights) -> None:
+    def _attach_codes(self, weights: Weights) -> None:
         kinds = plan(self._file, weights)
         for weight, names in self._unread.items():
             if is_of_experts(names[0]):
-                self._tell_experts(weight, names, [kinds.get(name) for name in names])
+                self._attach_experts(weight, names, [kinds.get(name) for name in names])
                 continue
             name, modules = names[0], [module for module, _ in self._places[weight]]
             is_embedding = all(isinstance(module, nn.Embedding) for module in modules)  # without a tied head
             kind = OF_FILES.get(self._file.type(name)) if is_embedding else kinds.get(name)
             for module in modules:
                 if is_embedding or (type(module) is nn.Linear and module.weight is weight):
-                    self._tell(module, weight, name, kind, is_planned=is_embedding or name in kinds)
+                    self._attach(module, weight, name, kind, is_planned=is_embedding or name in kinds)
             if weight in self._coded or name in (HEAD, EMBEDDING):  # perhaps only its codes will be read
                 rows, columns = np.divmod(_sampled(weight), weight.shape[1])
                 found = self._file.numbers(name, rows, columns, self._order(name))
                 weight.sample = found.to(self._dtype).bfloat16()
 
-    def _tell(
+    def _attach(
         self, module: nn.Module, weight: nn.Parameter, name: str, kind: Format | None, *, is_planned: bool
     ) -> None:
         """Give a module a reader of its codes, of ``kind``; a layer that is not planned to have some stays bf16."""
@@ -158,7 +158,7 @@ class UnreadWeights:
             module.stored_codes = partial(FileCodes, self._file, self._files, name, kind, self._order(name))  # type: ignore[assignment]
             self._coded.add(weight)
 
-    def _tell_experts(self, weight: nn.Parameter, names: tuple[str, ...], kinds: Sequence[Format | None]) -> None:
+    def _attach_experts(self, weight: nn.Parameter, names: tuple[str, ...], kinds: Sequence[Format | None]) -> None:
         """Give experts readers of the codes of one of their weights, which is stored in one tensor, or in gate and up."""
         ((module, own),) = self._places[weight]
         readers = vars(module).setdefault("stored_experts", {})
@@ -232,7 +232,7 @@ def _rounded(layer: nn.Module) -> Codes | None:
 
 
 def _sampled(weight: nn.Parameter) -> NDArray[np.int64]:
-    """Return the places of the numbers that stand for a weight in fingerprints."""
+    """Return the indices of the numbers that stand for a weight in fingerprints."""
     return np.arange(0, weight.numel(), stride(weight.numel()))
 
 
@@ -250,7 +250,7 @@ def open_model(
     file = GGUFFile(path)
     config = read_config(file)
     _check_memory(file, dtype, weights)
-    with unfilled():
+    with empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     scale_frequencies(file, model)

@@ -1,6 +1,6 @@
 """Acceleration of a loaded model by fewer and cheaper operations. Only the instances' ``forward`` is replaced.
 
-On a GPU the projections of Llama-like and Qwen-like decoder layers are joined (:mod:`volley.models.layers.joined`). The rest is
+On a GPU the projections of Llama-like and Qwen-like decoder layers are merged (:mod:`volley.models.layers.merged`). The rest is
 for a CPU. In bf16, decoder layers with gated MLPs run on volley's own kernels (:mod:`volley.models.layers.fused`). In other
 layers, projections of the same input (``q_proj, k_proj, v_proj``; ``gate_proj, up_proj``) become one matmul with a packed
 weight. RMS norms written in Python become one operation. Experts take half as many, in fp32 too. The replacements hold copies of
@@ -23,7 +23,8 @@ from volley.models.layers.embeddings import EmbeddingLookup, scale_of
 from volley.models.layers.experts import CodedExperts, group_experts
 from volley.models.layers.fingerprint import sample
 from volley.models.layers.fused import FusedLayer, LayerParts, layers_with_rotary
-from volley.models.layers.joined import join_layers
+from volley.models.layers.host_memory import MappedFiles, StackedRows, trim
+from volley.models.layers.merged import merge_layers
 from volley.models.layers.norms import STYLES, eps_of, style_of
 from volley.models.layers.products import (
     Product,
@@ -34,7 +35,6 @@ from volley.models.layers.products import (
     is_linear,
     make_product,
 )
-from volley.models.layers.residency import MappedFiles, StackedRows, trim
 from volley.models.layers.routed import WEIGHTS, GatedExperts
 from volley.native import Weights
 from volley.native.decoder import ChosenExperts
@@ -92,7 +92,7 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     skipped. ``fill`` loads the weights of a module that are on the meta device.
     """
     if kernels.usable(next(model.parameters()).device):
-        return join_layers(model) > 0
+        return merge_layers(model) > 0
     own = [module.weight for module in model.modules() if is_linear(module)]  # other weights may be in fp32
     if not packing_pays(*(weight for weight in own if weight.device.type != "meta" or fill is filled)):
         fill(model)
@@ -130,11 +130,11 @@ def accelerate(model: nn.Module, weights: Weights = "bf16", *, release: bool = F
     if release:
         trim()
     if release and weights != "bf16":
-        _tell_share(model, weights)
+        _log_share(model, weights)
     return True
 
 
-def _tell_share(model: nn.Module, weights: Weights) -> None:
+def _log_share(model: nn.Module, weights: Weights) -> None:
     """Log the quantised share of a model if it is small. Embeddings do not count."""
     coded = other = 0
     for product in _products(model):
@@ -208,8 +208,8 @@ def _products(model: nn.Module) -> set[native.Product]:
     fused: Any = getattr(model, "fused", None)
     for layer in fused[0] if fused else ():
         found.update(layer.products)
-    joined: Any = getattr(model, "joined_kv", None)
-    found.update(joined[:1] if joined else ())
+    merged: Any = getattr(model, "merged_kv", None)
+    found.update(merged[:1] if merged else ())
     return {product for product in found if isinstance(product, native.Product)}
 
 
@@ -252,13 +252,13 @@ def _code_experts(modules: Sequence[nn.Module], weights: Weights, files: MappedF
 
 
 def _fill_for_trial(layer: nn.Module, fill: Fill) -> None:
-    """Load the weights of a layer that are read to fuse it: all but those of joined layers that all have stored codes."""
+    """Load the weights of a layer that are read to fuse it: all but those of merged layers that all have stored codes."""
     fill(layer, coded=False)
     parts = LayerParts.of(layer)
-    for names in () if parts is None else parts.joined:
-        joined = [layer.get_submodule(name) for name in names]
-        if not all(hasattr(module, "stored_codes") for module in joined):
-            for module in joined:
+    for names in () if parts is None else parts.merged:
+        merged = [layer.get_submodule(name) for name in names]
+        if not all(hasattr(module, "stored_codes") for module in merged):
+            for module in merged:
                 fill(module)
 
 

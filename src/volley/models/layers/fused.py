@@ -28,9 +28,9 @@ from volley.memory.attention import AttentionOptions
 from volley.memory.batch import RaggedBatch
 from volley.memory.kv_store import DenseKVStore, KVStore
 from volley.memory.native_attention import attention_plan, serves
+from volley.models.layers.host_memory import MappedFiles, StackedRows
 from volley.models.layers.norms import STYLES, NormStyle, eps_of, style_of
 from volley.models.layers.products import codes_of, inputs_of, is_linear
-from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.models.layers.routed import RoutedMLP, made_up_experts
 from volley.native import GELU, SILU, Activation, Product, Turns, Weights
 from volley.native.decoder import Decoder, Experts, LayerShape, LayerWeights, P, Routing, attends
@@ -57,7 +57,7 @@ _NORMS: dict[frozenset[str], tuple[str | None, ...]] = {
     )
 }
 """Names of the norms before and after attention, and before and after the MLP, by the set of a layer's norms."""
-_JOINED = (
+_MERGED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",)),
     (("self_attn.o_proj",),),
     (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
@@ -76,7 +76,7 @@ class LayerParts(NamedTuple):
     """Norms before and after attention, before and after the MLP."""
     head_norms: tuple[str, ...]
     """Norms of queries and keys, if there are any."""
-    joined: tuple[tuple[str, ...], ...]
+    merged: tuple[tuple[str, ...], ...]
     """Linear layers that read the same input: of attention, and of the MLP unless that has experts."""
     router: str | None = None
     """Router of the experts ``mlp.experts``."""
@@ -93,7 +93,7 @@ class LayerParts(NamedTuple):
             if name.startswith(("self_attn.", "mlp.")) and next(module.parameters(recurse=False), None) is not None
         }
         router = next((name for name in _ROUTERS if inside >= {name, "mlp.experts"}), None)
-        choices = _JOINED if router is None else _JOINED[:2]
+        choices = _MERGED if router is None else _MERGED[:2]
         found = [next((names for names in choice if names[0] in modules), ()) for choice in choices]
         if norms is None or not {"self_attn", "mlp"} <= own:
             return None
@@ -109,7 +109,7 @@ class LayerParts(NamedTuple):
     @property
     def linear(self) -> list[str]:
         """Names of the linear layers, whose weights a fused layer holds."""
-        return [name for names in self.joined for name in names]
+        return [name for names in self.merged for name in names]
 
     @property
     def is_llamas(self) -> bool:
@@ -117,7 +117,7 @@ class LayerParts(NamedTuple):
         return (
             self.router is None
             and self.norms[1] is None is self.norms[3]
-            and self.joined == tuple(choice[0] for choice in _JOINED)
+            and self.merged == tuple(choice[0] for choice in _MERGED)
         )
 
     def all_norms(self, layer: nn.Module) -> list[nn.Module]:
@@ -125,7 +125,7 @@ class LayerParts(NamedTuple):
 
 
 def _alike(layers: Sequence[nn.Module | None]) -> bool:
-    """Return whether ``layers`` are linear layers that can be joined."""
+    """Return whether ``layers`` are linear layers that can be merged."""
     return (
         bool(layers)
         and all(is_linear(layer) for layer in layers)
@@ -141,18 +141,18 @@ def is_gated_layer(layer: nn.Module) -> bool:
 
 def layer_weights(
     layer: Any,
-    join: Callable[[Sequence[nn.Linear]], P],
+    merge: Callable[[Sequence[nn.Linear]], P],
     style: NormStyle = STYLES[0],
     routed: Callable[[], tuple[P, P, Routing[P] | None]] | None = None,
 ) -> LayerWeights[P]:
-    """Collect the norms of a decoder layer of transformers or of a drafter; ``join`` joins linear layers with the same input.
+    """Collect the norms of a decoder layer of transformers or of a drafter; ``merge`` merges linear layers with the same input.
 
     ``routed`` makes the weights of experts.
     """
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
     norms = [_scale(layer, name, style) for name in (*parts.norms, *(parts.head_norms or (None, None)))]
-    project, output, *rest = (join([layer.get_submodule(name) for name in names]) for names in parts.joined)
+    project, output, *rest = (merge([layer.get_submodule(name) for name in names]) for names in parts.merged)
     routing = None
     if routed is None:
         gate_up, down = rest
@@ -187,18 +187,18 @@ def products_of(
 ) -> LayerWeights[Product]:
     """Copy the weights of a decoder layer; weights mapped from ``files`` leave memory during the copy."""
 
-    def join(layers: Sequence[nn.Linear]) -> Product:
+    def merge(layers: Sequence[nn.Linear]) -> Product:
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         rows = StackedRows([layer.weight for layer in layers], files)
         stored = codes_of(layers, weights)
         return Product(rows, torch.cat(biases) if biases else None, weights, stored)
 
     if routed is None:
-        return layer_weights(layer, join, style)
-    return layer_weights(layer, join, style, lambda: routed.products(_kind_of_experts(layer, weights), files))
+        return layer_weights(layer, merge, style)
+    return layer_weights(layer, merge, style, lambda: routed.products(_format_of_experts(layer, weights), files))
 
 
-def _kind_of_experts(layer: Any, weights: Weights) -> Weights:
+def _format_of_experts(layer: Any, weights: Weights) -> Weights:
     """Return the format of experts.
 
     The format of experts that were decoded from a quantised checkpoint is bf16, because quantising again changes them. Experts
@@ -254,7 +254,7 @@ def layer_shape(
     """Return the shape of a layer that has :class:`LayerParts`."""
     parts = LayerParts.of(layer)
     assert parts is not None, f"{type(layer).__name__} is no layer of this kind"
-    project, _, *mlp = ([layer.get_submodule(name) for name in names] for names in parts.joined)
+    project, _, *mlp = ([layer.get_submodule(name) for name in names] for names in parts.merged)
     dim, heads = layer.self_attn.head_dim, layer.self_attn.o_proj.in_features // layer.self_attn.head_dim
     eps = eps_of(parts.all_norms(layer)[0])
     assert eps is not None
@@ -279,12 +279,12 @@ def fits(layer: nn.Module, weights: Weights = "bf16") -> bool:
     return (
         parts is not None
         and not getattr(layer.self_attn, "head_dim", 1) % 16
-        and all(_fit(layer, names, weights) for names in parts.joined)
+        and all(_fit(layer, names, weights) for names in parts.merged)
     )
 
 
 def _fit(layer: nn.Module, names: Sequence[str], weights: Weights) -> bool:
-    """Return whether the kernels support the weights of joined layers; stored codes are read only if needed, as that is slow."""
+    """Return whether the kernels support the weights of merged layers; stored codes are read only if needed, as that is slow."""
     linear = [module for name in names if is_linear(module := layer.get_submodule(name))]
     if all(native.fits(module.weight, weights) for module in linear):
         return True
@@ -379,7 +379,7 @@ def recognise(
     activation = _activation(layer.mlp) if routed is None else routed.experts.activation
     if style is None or activation is None:
         return None
-    inputs = layer.get_submodule(parts.joined[0][0]).get_parameter("weight").shape[1]
+    inputs = layer.get_submodule(parts.merged[0][0]).get_parameter("weight").shape[1]
     norm = parts.all_norms(layer)[0].get_parameter("weight")
     states = torch.randn(1, 6, inputs, generator=torch.Generator().manual_seed(0)).to(norm)
     by_type = "layer_type" in signature(rotary.forward).parameters
@@ -498,7 +498,7 @@ class FusedLayer(LayerForward, Generic[P]):
         if seen is None:
             return None
         routed = seen.routed
-        if routed is not None and not routed.fits(_kind_of_experts(layer, weights)):
+        if routed is not None and not routed.fits(_format_of_experts(layer, weights)):
             return None
 
         def mix(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 from volley import native
 from volley.errors import ConfigError, unknown_key
-from volley.models.layers.residency import MappedFiles, StackedRows
+from volley.models.layers.host_memory import MappedFiles, StackedRows
 from volley.native import WantedDraftWeights, Weights
 from volley.native.packing import CodeSource, stacked
 

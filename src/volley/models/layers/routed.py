@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
 
 from volley import native
+from volley.models.layers.host_memory import MappedFiles, StackedRows
 from volley.models.layers.products import StoredCodes, inputs_of
-from volley.models.layers.residency import MappedFiles, StackedRows
 from volley.native import GELU, SILU, Activation, Product, Weights
 from volley.native.decoder import Routing
 from volley.weights import BLOCK

@@ -6,7 +6,7 @@ Both store ``W = scales · (codes − zeros)`` of the transposed weight, with a 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,6 +19,7 @@ from volley.files import weight_files
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # AWQ's order of eight neighbouring outputs
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 Stored = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,22 @@ class PackedFormat:
 def folder_of(path: str | Path) -> Path:
     """Return the folder with the weights of a folder or hub name."""
     return Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns=["*.safetensors*"]))
+
+
+def files_of_tensors(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor in a folder, by the tensor's name."""
+    found: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    return found
+
+
+def decode_layer(file: Path, layer: str, decode: Callable[[Stored], T]) -> T:
+    """Read the parts of a layer in a file, and return what ``decode`` makes of them, by the last parts of their names."""
+    with safe_open(file, framework="pt") as opened:
+        names = [name for name in opened.keys() if name.rpartition(".")[0] == layer]  # noqa: SIM118
+        return decode({name.rpartition(".")[2]: opened.get_tensor(name) for name in names})
 
 
 def open_tensors(path: str | Path) -> dict[str, Any]:

@@ -4,27 +4,25 @@ A bf16 matmul with such a weight has the results of the decoded weight, bit for 
 kept whenever a model runs in bf16 on the kernels. Layers that round their inputs do so before, with the library's function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from volley import native
-from volley.files import weight_files
 from volley.models.layers.accelerate import release_weight
 from volley.models.layers.experts import CodedExperts
+from volley.models.layers.host_memory import MappedFiles
 from volley.models.layers.products import RoundedInputs
-from volley.models.layers.residency import MappedFiles
 from volley.models.quantised.decoded import Twins
+from volley.models.quantised.packed import Stored, decode_layer, files_of_tensors
 from volley.models.quantised.scheme import Quantisation
 from volley.native import GROUP, Codes, Weights
 from volley.weights import FORMATS
 
-Stored = Mapping[str, Tensor]
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
@@ -50,17 +48,15 @@ def keep_small_floats(model: nn.Module, folder: Path, quantisation: Quantisation
     if small_floats(quantisation) is None or not native.has_dot_products:
         return 0  # with AVX2 alone a pass over few tokens would take longer than over decoded weights
     places: dict[str, tuple[Path, str]] = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                layer, _, part = name.rpartition(".")
-                if part in _SCALES:
-                    places[layer if twins is None else twins.shared(layer)] = file, layer
-    known, block = 0, quantisation.settings.get("weight_block_size")
+    for name, file in files_of_tensors(folder).items():
+        layer, _, part = name.rpartition(".")
+        if part in _SCALES:
+            places[layer if twins is None else twins.shared(layer)] = file, layer
+    known, decoded = 0, partial(decode, block=quantisation.settings.get("weight_block_size"))
 
     def reader(name: str) -> Callable[[], Codes | None] | None:
         shared = name if twins is None else twins.shared(name)
-        return partial(_read, *places[shared], block) if shared in places else None
+        return partial(decode_layer, *places[shared], decoded) if shared in places else None
 
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and (read := reader(name)):
@@ -104,12 +100,6 @@ def _keep_experts(experts: Any, readers: Sequence[Callable[[], Codes | None] | N
     for name in ("gate_up_proj", "down_proj"):
         release_weight(experts, MappedFiles(), name)
     return True
-
-
-def _read(file: Path, name: str, block: Sequence[int] | None) -> Codes | None:
-    with safe_open(file, framework="pt") as opened:
-        parts = [one for one in opened.keys() if one.rpartition(".")[0] == name]  # noqa: SIM118
-        return decode({one.rpartition(".")[2]: opened.get_tensor(one) for one in parts}, block)
 
 
 def decode(stored: Stored, block: Sequence[int] | None = None) -> Codes | None:

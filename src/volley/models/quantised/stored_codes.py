@@ -6,24 +6,21 @@ inputs, with groups of these sizes or multiples of them; scales for 32 inputs ar
 decoded and quantised again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from volley.files import weight_files
-from volley.models.quantised.packed import gptq_parts, unpack
+from volley.models.quantised.packed import Stored, decode_layer, files_of_tensors, gptq_parts, unpack
 from volley.models.quantised.scheme import Quantisation
 from volley.models.quantised.small_floats import keep_small_floats, small_floats
 from volley.native import GROUP, Codes, Weights
 from volley.weights import FORMATS, PACK
 
 _PACKINGS = ("pack-quantized", "int-quantized", "naive-quantized")
-Stored = Mapping[str, Tensor]
 
 
 def agreeing(quantisation: Quantisation) -> Weights | None:
@@ -65,25 +62,13 @@ def attach(model: nn.Module, folder: Path, quantisation: Quantisation, weights: 
         return keep_small_floats(model, folder, quantisation)
     decode = _decode_gptq if quantisation.method == "gptq" else _decode_compressed
     bits, known = (4 if weights == "int4" else 8), 0
-    places = dict(_places(folder))
+    files = files_of_tensors(folder)
     for name, module in model.named_modules():
         mark = f"{name}.qweight" if quantisation.method == "gptq" else f"{name}.weight_scale"
-        if type(module) is nn.Linear and mark in places:
-            module.stored_codes = partial(_read, places[mark], name, partial(decode, quantisation.settings, bits))  # type: ignore[assignment]
+        if type(module) is nn.Linear and mark in files:
+            module.stored_codes = partial(decode_layer, files[mark], name, partial(decode, quantisation.settings, bits))  # type: ignore[assignment]
             known += 1
     return known
-
-
-def _places(folder: Path) -> Iterator[tuple[str, Path]]:
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            yield from ((name, file) for name in opened.keys())  # noqa: SIM118
-
-
-def _read(file: Path, name: str, decode: Callable[[Stored], Codes | None]) -> Codes | None:
-    with safe_open(file, framework="pt") as opened:
-        own = [one for one in opened.keys() if one.rpartition(".")[0] == name]  # noqa: SIM118
-        return decode({one.rpartition(".")[2]: opened.get_tensor(one) for one in own})
 
 
 def _decode_compressed(_: Mapping[str, Any], bits: int, stored: Stored) -> Codes | None:

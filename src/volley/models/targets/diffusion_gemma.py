@@ -120,10 +120,8 @@ class DiffusionGemma(Target):
             options = options._replace(symmetric=symmetric)
             return self.attention(batch, store, layer, q, k, v, options)
 
-        hidden = self.embed(batch.token_ids)
-        hidden, denoised = (
-            self._condition(hidden, batch) if batch.told is None else self._condition_some(hidden, *batch.told)
-        )
+        hidden, static = self.embed(batch.token_ids), batch.static_feedback
+        hidden, denoised = self._condition(hidden, batch) if static is None else self._condition_some(hidden, *static)
         end = max(segment.end for segment in batch.segments)
         with self._one_pass:
             self._set_scalars(denoised)
@@ -136,14 +134,14 @@ class DiffusionGemma(Target):
     def _condition(self, hidden: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor | bool]:
         """Add the canvases' feedback to ``hidden [T, H]``; also return the mask ``[T]`` of canvas rows, or one bool for all."""
         denoised = np.zeros(len(batch), dtype=np.bool_)
-        told = list[Tensor]()
+        feedback = list[Tensor]()
         for segment, end in zip(batch.segments, batch.offsets[1:], strict=True):
             if segment.feedback is not None:
                 denoised[end - len(segment.feedback) : end] = True
-                told.append(segment.feedback)
-        if not told:
+                feedback.append(segment.feedback)
+        if not feedback:
             return hidden, False
-        signal = torch.cat(told).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
+        signal = torch.cat(feedback).to(hidden.dtype)[None]  # quantised layers expect [1, T, H]
         if denoised.all():
             return self._decoder.self_conditioning(hidden[None], signal)[0], True
         canvases = upload(denoised.nonzero()[0], hidden.device)

@@ -34,8 +34,8 @@ from volley.models.gguf.model import open_model
 from volley.models.gguf.target import read_config
 from volley.models.gguf.tokenizer import load_gguf_tokenizer
 from volley.models.layers.accelerate import Fill, filled
+from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.products import check_weights
-from volley.models.layers.unfilled import unfilled
 from volley.models.quantised.decoded import Twins
 from volley.models.quantised.packed import folder_of, open_tensors
 from volley.models.quantised.scheme import load_model, quantisation_of, take_generation_config
@@ -154,7 +154,7 @@ def _mapped(
     is_plain = config.architectures == classes and quantisation_of(config) is None and isinstance(dtype, torch.dtype)
     if not is_plain or not Path(path).is_dir():
         return None
-    with unfilled():
+    with empty_weights():
         options = {} if attention is None else {"attn_implementation": attention}
         model: PreTrainedModel = kind.from_config(config, dtype=dtype, **options)
     model.tie_weights()

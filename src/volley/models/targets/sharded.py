@@ -167,7 +167,7 @@ class ShardedTarget(Target):
         with self._together():
             self._send(Allocate(number, kv_dtype, num_slots))
         self._stores[store] = number
-        store.on_move.append(lambda sources, targets: self._tell_move(number, sources, targets))
+        store.on_move.append(lambda sources, targets: self._send_move(number, sources, targets))
         finalize(store, self.order_later, Free(number))
         return store
 
@@ -182,7 +182,7 @@ class ShardedTarget(Target):
         """Send ``command`` before the next one."""
         self._dropped.append(command)
 
-    def _tell_move(self, store: int, sources: Tensor, targets: Tensor) -> None:
+    def _send_move(self, store: int, sources: Tensor, targets: Tensor) -> None:
         with self._together():
             self._send(Move(store, sources.tolist(), targets.tolist()))
 

@@ -12,7 +12,7 @@ from volley.errors import UnsupportedModelError
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal LM, first to last."""
+    """Return the decoder layers of a causal LM, first to last."""
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(

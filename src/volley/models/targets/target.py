@@ -35,8 +35,8 @@ from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.layers.accelerate import accelerate
 from volley.models.layers.fused import FusedDecoder, is_gated_layer, turns_of
+from volley.models.layers.host_memory import forget_libraries, returning_memory, trim
 from volley.models.layers.products import is_linear
-from volley.models.layers.residency import forget_libraries, giving_back, trim
 from volley.models.targets.block_diffusion import BlockDiffusion
 from volley.models.targets.folders import check_files
 from volley.models.targets.latent import LatentAttention, attach_latents
@@ -405,7 +405,7 @@ class Target:
         On a CPU ``weights`` can be quantised; "auto" keeps the quantised weights of a GGUF file.
         """
         path, device = find_target(path), usable_device(device)
-        with giving_back():
+        with returning_memory():
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
                 check_config(load_config(path, causal=True))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from volley.engine.engine import Engine
-from volley.engine.holdings import memory_of
+from volley.engine.memory import memory_of
 from volley.engine.reload import replace_drafter
 from volley.engine.start import warm_up
 from volley.errors import ConfigError
@@ -349,7 +349,7 @@ class Recalibrator:
 
 def attach(service: Service, engine: Engine, config: RecalibrateConfig, target: str | None) -> None:
     """Attach recalibration to ``service``. ``target`` is the path of the engine's target, by default the bundled one."""
-    service.companions.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
+    service.background_tasks.append(Recalibrator(service, engine, config, target or str(REFERENCE / "target")))
 
 
 def _check(service: Service, engine: Engine, target: str) -> None:

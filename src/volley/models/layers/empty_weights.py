@@ -15,20 +15,20 @@ _state = local()
 
 
 @contextmanager
-def unfilled() -> Iterator[None]:
+def empty_weights() -> Iterator[None]:
     """Put the parameters of modules that this thread makes in the body on the meta device, untied; buffers are real.
 
     With ``torch.device("meta")`` buffers would have to be made again, and some operations would import PyTorch's compiler, with
     70 MiB. transformers' ``no_init_weights`` disables initialisation in the process for good if two threads use it at once.
     """
     _watch_parameters()
-    before = getattr(_state, "unfilled", False)
-    _state.unfilled = True
+    before = getattr(_state, "is_active", False)
+    _state.is_active = True
     try:
         with _NothingToFill():
             yield
     finally:
-        _state.unfilled = before
+        _state.is_active = before
 
 
 @cache
@@ -38,7 +38,7 @@ def _watch_parameters() -> None:
 
 
 def _emptied(_: nn.Module, __: str, own: nn.Parameter) -> nn.Parameter | None:
-    if own.is_meta or not getattr(_state, "unfilled", False):
+    if own.is_meta or not getattr(_state, "is_active", False):
         return None
     return nn.Parameter(torch.empty(own.shape, dtype=own.dtype, device="meta"), own.requires_grad)
 

@@ -12,7 +12,7 @@ from tests.serve.test_lifecycle import LONG, begin
 from volley import Engine
 from volley.decode.on_device import Reading
 from volley.engine import engine as engine_module
-from volley.engine.overlap import Overlap
+from volley.engine.deferred_work import DeferredWork
 from volley.engine.step import Step
 from volley.serve.metrics import Metrics
 
@@ -26,7 +26,7 @@ def streamed(server: Running, prompt: str, **body: object) -> str:
 @pytest.mark.slow
 def test_answers_are_whole_and_come_while_others_run(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, noted = tiny.engine(policy="fixed"), list[str]()
-    engine.overlap = Overlap(torch.device("cuda"))
+    engine.deferred_work = DeferredWork(torch.device("cuda"))
     accept, state = engine_module.accept, Metrics.state
 
     def noting(step: Step, readings: Sequence[Reading]) -> None:

@@ -43,7 +43,7 @@ from volley.proposers.base import Proposer
 _PATIENCE = 8  # equal steps in a row after which an adaptive policy is expected to repeat its decision
 
 
-class _Foreseen(NamedTuple):
+class _LaunchedRequest(NamedTuple):
     """Position of one request in the launched passes."""
 
     number: int
@@ -56,7 +56,7 @@ class _Foreseen(NamedTuple):
 
 @dataclass(frozen=True)
 class _Launched:
-    places: dict[Request, _Foreseen]
+    requests: dict[Request, _LaunchedRequest]
     size: int
     """Number of tokens in each draft."""
     drafts: list[Proposal]
@@ -66,7 +66,7 @@ class _Launched:
     """Number of the launched pass, counted by the runner."""
 
 
-class Ahead:
+class AsyncLaunch:
     def __init__(
         self,
         scheduler: Scheduler,
@@ -105,11 +105,11 @@ class Ahead:
         if not self._is_likely(step, works, size) or not going_on:
             return
         tokens = tokens.clamp_min(0)  # a row with non-finite logits chose no token; its request does not use the launch
-        sequences, starts = self._scheduler.sequences, [work.request.computed + 1 for work in going_on]
+        manager, starts = self._scheduler.kv_manager, [work.request.computed + 1 for work in going_on]
         ends = [start + (2 * (1 + size) if size else 1) for start in starts]
         if max(ends) > self._runner.target.context_length or len(going_on) * (1 + size) > MOST_ROWS:
             return
-        reserve = sequences.reserve_ahead if size else sequences.pages.reserve
+        reserve = manager.reserve_ahead if size else manager.pages.reserve
         if not all(reserve(work.request, end) for work, end in zip(going_on, ends, strict=True)):
             return
         segments = [Segment(work.request.table, start, 1 + size) for work, start in zip(going_on, starts, strict=True)]
@@ -121,9 +121,11 @@ class Ahead:
         if outputs is None or self._runner.passes is None:
             return
         each = enumerate(zip(going_on, starts, strict=True))
-        places = {own.request: _Foreseen(i, own, start, list(own.request.table.pages)) for i, (own, start) in each}
+        requests = {
+            own.request: _LaunchedRequest(i, own, start, list(own.request.table.pages)) for i, (own, start) in each
+        }
         drafts = [own.proposal for own in guesses]
-        self._launched = _Launched(places, size, drafts, outputs, self._runner.passes.num_runs)
+        self._launched = _Launched(requests, size, drafts, outputs, self._runner.passes.num_runs)
 
     def _launch_chains(
         self, step: Step, going_on: Works, guesses: Works, tokens: Tensor, segments: list[Segment]
@@ -186,7 +188,7 @@ class Ahead:
         if not works or launched is None or passes is None or launched.run != passes.num_runs:
             return False
         is_as_long = self._pacing.policy.is_steady or max(work.spec.size for work in works) == launched.size
-        return is_as_long and all(_is_foreseen(work, launched) for work in works)
+        return is_as_long and all(_is_launched(work, launched) for work in works)
 
     def serve(self, step: Step) -> bool:
         """Give ``step`` the passes that were launched for it and return True; return False if they do not match. Unused passes
@@ -195,18 +197,18 @@ class Ahead:
         self._launched = None
         if launched is None or not is_served:
             return False
-        places = [launched.places[work.request] for work in step.works]
+        entries = [launched.requests[work.request] for work in step.works]
         tables = [work.request.table for work in step.works]
-        if any(table.pages != place.pages[: len(table.pages)] for table, place in zip(tables, places, strict=True)):
+        if any(table.pages != entry.pages[: len(table.pages)] for table, entry in zip(tables, entries, strict=True)):
             return False
         with step.timings.count("verify"):
             rows, segments = list[int](), list[Segment]()
-            for work, place in zip(step.works, places, strict=True):
+            for work, entry in zip(step.works, entries, strict=True):
                 if size := work.spec.size:
-                    work.proposal = launched.drafts[place.number].first(size)
+                    work.proposal = launched.drafts[entry.number].first(size)
                     step.is_on_device = True
                 work.rows = slice(len(rows), len(rows) + 1 + size)
-                rows += range(first := place.number * (1 + launched.size), first + 1 + size)
+                rows += range(first := entry.number * (1 + launched.size), first + 1 + size)
                 segments.append(Segment(work.request.table, work.request.computed, 1 + size))
             launched.outputs.only(rows, segments).give(step)
         step.note_noise_used()
@@ -217,21 +219,21 @@ def _is_chain(work: Work[Request]) -> bool:
     return work.phase is Phase.DECODE and work.spec.shape is Shape.CHAIN
 
 
-def _is_foreseen(work: Work[Request], launched: _Launched) -> bool:
+def _is_launched(work: Work[Request], launched: _Launched) -> bool:
     """Return True if the launched passes hold the rows of this work, at the position that its last verdict led to."""
-    place, spec = launched.places.get(work.request), work.spec
-    if place is None or place.before.is_cut or not _is_chain(work) or spec.size > launched.size:
+    entry, spec = launched.requests.get(work.request), work.spec
+    if entry is None or entry.before.is_cut or not _is_chain(work) or spec.size > launched.size:
         return False
-    is_usable = spec.rule is place.before.spec.rule and work.may_stay_on_device
+    is_usable = spec.rule is entry.before.spec.rule and work.may_stay_on_device
     # The first tokens of a longer block differ from those of a shorter block. Only seeded rejection sampling depends on that.
     if spec.rule is Rule.REJECTION and work.request.params.seed is not None:
         is_usable = is_usable and spec.size == launched.size
-    return work.request.computed == place.start + place.before.verdict.accepted and (is_usable or not spec.size)
+    return work.request.computed == entry.start + entry.before.verdict.accepted and (is_usable or not spec.size)
 
 
 def _chosen(works: Works, tokens: Tensor) -> Tensor:
     """Return the token chosen for each of ``works``, all of which decode plainly."""
-    places = [work.choices for work in works if work.choices is not None]
-    if places == list(range(len(tokens))):
+    indices = [work.choices for work in works if work.choices is not None]
+    if indices == list(range(len(tokens))):
         return tokens
-    return tokens.index_select(0, upload_indices(places, tokens.device))
+    return tokens.index_select(0, upload_indices(indices, tokens.device))

@@ -13,7 +13,7 @@ from tests.gpu.pretended import Counts, move, pretended_cuda
 from tests.tiny import eager_model, random_drafter, target_config
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
-from volley.engine.overlap import Overlap
+from volley.engine.deferred_work import DeferredWork
 from volley.models.targets.target import Target
 
 SMALL = {"num_hidden_layers": 2, "num_key_value_heads": 1}
@@ -35,7 +35,7 @@ def idle_and_busy(
             drafter = move(random_drafter(vocab_size=260, num_target_layers=2, target_layer_ids=(0, 1)))
         engine = Engine(target, drafter, policy=policy, num_pages=64)
         if not overlaps:
-            engine.overlap, engine.core.ahead.is_used = Overlap(torch.device("cpu")), False
+            engine.deferred_work, engine.core.async_launch.is_used = DeferredWork(torch.device("cpu")), False
         for prompt in ([40, 50, 60], [77, 78], [100, 101, 9]):
             engine.add_request(prompt, params)
         engine.step()
@@ -49,7 +49,7 @@ def idle_and_busy(
             return push(self, token_id, **options)
 
         monkeypatch.setattr(Detokenizer, "push", noted)
-        engine.overlap.listeners.append(lambda: note("told"))
+        engine.deferred_work.listeners.append(lambda: note("told"))
         for _ in range(4):
             engine.step()
     return busy

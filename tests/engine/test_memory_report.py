@@ -2,7 +2,7 @@
 
 from tests.tiny import make_pair
 from volley import Engine
-from volley.engine.holdings import describe_memory, memory_of
+from volley.engine.memory import describe_memory, memory_of
 
 
 def test_memory_is_that_of_weights_and_pools() -> None:

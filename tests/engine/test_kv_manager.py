@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.made_up import SPECULATIVE, random_path, random_tree, request, with_batch
 from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work
-from volley.engine.states import (
+from volley.engine.kv_manager import (
     DraftContext,
     DraftRing,
-    Sequences,
-    SequenceState,
+    KVManager,
+    StateManager,
     TargetPages,
     num_rings,
     ring_pages,
@@ -73,7 +73,7 @@ class World:
         else:
             self.model = Remembering(ring_pages(BLOCK, window, SIZE) * SIZE * num_rings(3))
             self.drafting = DraftRing(self.model, window, SIZE, 3, most_waiting)
-        self.sequences = Sequences(pages, [self.drafting])
+        self.kv_manager = KVManager(pages, [self.drafting])
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.found: dict[Request, int] = {}
@@ -89,7 +89,7 @@ class World:
     def admit(self) -> None:
         if self.waiting and len(self.running) < 3:
             own = self.waiting[0]
-            if self.sequences.admit(own, min(own.length + BLOCK, own.max_length)):
+            if self.kv_manager.admit(own, min(own.length + BLOCK, own.max_length)):
                 self.running.append(self.waiting.pop(0))
                 self.found[own] = own.computed
                 self.cached += own.computed
@@ -100,12 +100,12 @@ class World:
     def preempt(self) -> None:
         if self.running:
             own = self.running.pop(self.chance.randrange(len(self.running)))
-            self.sequences.release(own)
+            self.kv_manager.release(own)
             self.waiting.insert(0, own)
 
     def forget(self) -> None:
         """Windows go before prefixes do, or both."""
-        (self.drafting if self.chance.random() < 0.7 else self.sequences).forget()
+        (self.drafting if self.chance.random() < 0.7 else self.kv_manager).forget()
 
     def work(self, own: Request) -> Work[Request]:
         if not own.is_decoding:
@@ -134,20 +134,20 @@ class World:
         works = []
         for own in list(self.running):
             work = self.work(own)
-            if self.sequences.reserve(own, own.computed + work.num_known + len(work.proposal.token_ids)):
+            if self.kv_manager.reserve(own, own.computed + work.num_known + len(work.proposal.token_ids)):
                 works.append(work)
         if not works:
             return
         step = with_batch(Step(works))
         assert step.batch is not None
-        self.sequences.prepare(step)
+        self.kv_manager.prepare(step)
         for work in works:
             if work.spec.positions:
                 self.draft(work.request)
         features = [self.compute(work) for work in works]
         step.features = torch.tensor([value for own in features for value in own], dtype=torch.float64)[:, None]
         before = {work.request: work.request.computed for work in works}
-        self.sequences.keep(step)
+        self.kv_manager.keep(step)
         for work in works:
             own = work.request
             assert own.computed == before[own] + work.num_known + work.verdict.accepted
@@ -155,7 +155,7 @@ class World:
                 own.append(work.verdict.token_ids, work.verdict.accepted)
             if own.finish_reason is not None:
                 self.running.remove(own)
-                self.sequences.release(own)
+                self.kv_manager.release(own)
 
     def draft(self, own: Request) -> None:
         """Play a draft: read the context, and write a block's own K/V behind it."""
@@ -184,10 +184,10 @@ class World:
 
     def check(self) -> None:
         """Every token that counts as computed is where its position says, in both states once nothing waits."""
-        self.sequences.check_integrity([*self.running, *self.waiting])
+        self.kv_manager.check_integrity([*self.running, *self.waiting])
         settles = self.chance.random() < 0.2
         if settles:
-            self.sequences.settle()
+            self.kv_manager.settle()
             assert len(self.drafting.backlog) == 0
         for own in self.running:
             end = own.computed
@@ -231,9 +231,9 @@ def test_whatever_arrives_and_is_preempted_what_is_kept_is_the_text_s_own(
         getattr(world, action)()
         world.check()
     for own in [*world.running, *world.waiting]:
-        world.sequences.release(own)
+        world.kv_manager.release(own)
     assert world.pool.num_used == 0
-    world.sequences.check_integrity([])
+    world.kv_manager.check_integrity([])
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -264,7 +264,7 @@ def test_what_a_wrong_keep_leaves_is_seen(monkeypatch: pytest.MonkeyPatch, fault
 def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the four that it needs were decoded then; the prompt's were due anyway."""
     now = iter([10.0, 18.0])
-    monkeypatch.setattr("volley.engine.states.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("volley.engine.kv_manager.time.perf_counter", lambda: next(now))
     own = DraftContext(Remembering(PAGES * SIZE))
     first, second = request([1, 2]), request([1, 2], answered=1)
     second.computed = 1
@@ -286,15 +286,15 @@ def test_a_draft_pays_for_the_tokens_of_the_last_step(monkeypatch: pytest.Monkey
 # -- several states ----------------------------------------------------------------------------------------------------
 
 
-class Forgetful(SequenceState):
+class Forgetful(StateManager):
     """Knows of every prompt the first token only."""
 
     def __init__(self) -> None:
         self.released = 0
-        self.has_room = True
+        self.fits = True
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        return self.has_room
+        return self.fits
 
     def match_prefix(self, request: Request, most: int) -> int:
         return min(most, SIZE)
@@ -306,12 +306,12 @@ class Forgetful(SequenceState):
         self.released += 1
 
 
-def sequences(*others: SequenceState) -> Sequences:
+def make_manager(*others: StateManager) -> KVManager:
     store = DenseKVStore([(1, 1)], PAGES * SIZE, torch.float32, torch.device("cpu"))
-    return Sequences(TargetPages(PagePool(PAGES, SIZE), store, prefix_caching=True), others)
+    return KVManager(TargetPages(PagePool(PAGES, SIZE), store, prefix_caching=True), others)
 
 
-def read(own: Sequences, request: Request) -> None:
+def read(own: KVManager, request: Request) -> None:
     assert own.admit(request, request.length)
     assert own.reserve(request, request.length)
     step = with_batch(Step([SPECULATIVE.read(request, request.prefill_end - request.computed)]))
@@ -321,7 +321,7 @@ def read(own: Sequences, request: Request) -> None:
 def test_a_prefix_is_as_long_as_every_state_knows_it() -> None:
     prompt = list(range(13))
     for others, known in ((), 12), ((Forgetful(),), SIZE):
-        own = sequences(*others)
+        own = make_manager(*others)
         first = request(prompt)
         read(own, first)
         own.release(first)
@@ -334,8 +334,8 @@ def test_a_prefix_is_as_long_as_every_state_knows_it() -> None:
 
 def test_a_request_that_one_state_has_no_room_for_holds_nothing() -> None:
     state = Forgetful()
-    own = sequences(state)
-    state.has_room = False
+    own = make_manager(state)
+    state.fits = False
     waiting = request([1, 2, 3])
     assert not own.admit(waiting, 3)
     assert (waiting.computed, waiting.table.pages, own.pages.pool.num_used, state.released) == (0, [], 0, 1)

@@ -19,7 +19,7 @@ from tests.tiles import needs_kernels
 from volley.files import REFERENCE
 from volley.models.checkpoints.checkpoint import DrafterConfig
 from volley.models.drafters.drafter import Drafter
-from volley.models.layers.residency import MappedFiles
+from volley.models.layers.host_memory import MappedFiles
 
 pytestmark = [needs_kernels, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 SHAPE = {
@@ -167,7 +167,7 @@ def test_what_is_forgotten_is_read_again(folders: Folders) -> None:
 LIBRARIES = """
 import torch
 from pathlib import Path
-from volley.models.layers.residency import forget_libraries
+from volley.models.layers.host_memory import forget_libraries
 
 def in_files():
     return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0])
@@ -190,13 +190,13 @@ def test_libraries_leave_memory_and_come_again() -> None:
 FREED = """
 import torch
 from pathlib import Path
-from volley.models.layers.residency import giving_back
+from volley.models.layers.host_memory import returning_memory
 
 def unnamed():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 del (large := [torch.ones(6 * 2**20)])[:]  # glibc keeps allocations of 24 MiB once one of them was freed
-with giving_back():
+with returning_memory():
     large = [torch.ones(6 * 2**20) for _ in range(4)]
     before, fence = unnamed(), [torch.ones(2**17) for _ in range(8)]
     del large[:]

@@ -33,9 +33,9 @@ from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.sharded import ShardedTarget
-from volley.recalibrate import companion
-from volley.recalibrate.companion import Recalibrator
+from volley.recalibrate import recalibrator
 from volley.recalibrate.options import RecalibrateConfig
+from volley.recalibrate.recalibrator import Recalibrator
 from volley.recalibrate.reservoir import entries, read
 from volley.recalibrate.state import BASE, Learnt
 from volley.serve.config import ServeConfig
@@ -77,7 +77,7 @@ class Learning:
         self.program = (sys.executable, "-S", str(self.script))
 
     def make(self, service: Service, engine: Engine, **changes: Any) -> Recalibrator:
-        # at a lower priority, the companion would starve beside other tests on two cores
+        # at a lower priority, the training would starve beside other tests on two cores
         usual = {
             "recalibrate": self.folder,
             "recalibrate_idle": 0.05,
@@ -92,7 +92,7 @@ class Learning:
         engine = Engine.from_pretrained(self.tiny.target, self.pair.drafter, policy="fixed")
 
         def prepare(service: Service) -> None:
-            service.companions.append(self.make(service, engine, **changes))
+            service.background_tasks.append(self.make(service, engine, **changes))
 
         with running(engine, prepare) as server:
             yield server
@@ -173,7 +173,7 @@ def test_keys_tell_clients_apart_and_are_not_kept(learning: Learning, tmp_path: 
     engine = Engine.from_pretrained(learning.tiny.target, learning.pair.drafter)
 
     def prepare(service: Service) -> None:
-        service.companions.append(learning.make(service, engine))
+        service.background_tasks.append(learning.make(service, engine))
 
     with running(engine, prepare=prepare, api_key_file=keys) as server:
         for key in ("alpha-key", "beta-key", " beta-key"):
@@ -223,7 +223,7 @@ def test_a_learnt_drafter_that_cannot_be_warmed_up_gives_way_to_the_given_one(
     def fail(_: Engine) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(companion, "warm_up", fail)
+    monkeypatch.setattr(recalibrator, "warm_up", fail)
     with learning.server() as server:
         assert learning.learnt.current.folder == BASE
         assert learning.serves(server, BASE)
@@ -439,7 +439,7 @@ def test_training_for_another_target_than_is_served_is_refused(
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name] + 1}, file, metadata={"format": "pt"})
     learning.pair = learning.pair._replace(target=replaced)
-    learning.program = companion.PROGRAM
+    learning.program = recalibrator.PROGRAM
     with learning.server() as server:
         wait_until(lambda: "nothing is trained" in caplog.text)
         assert server.metrics()["volley:recalibration_failures_total"] == 1
@@ -495,7 +495,7 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
         learning.make(Service(plain, ServeConfig(), MODEL), plain)
     service = Service(engine, ServeConfig(), MODEL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(companion, "find_device", lambda _: Device("cuda", 2**30))
+        patch.setattr(recalibrator, "find_device", lambda _: Device("cuda", 2**30))
         with pytest.raises(ConfigError, match=r"training needs some 2 GiB of the GPU .* say with --kv-mib"):
             Recalibrator(service, engine, RecalibrateConfig(recalibrate=tmp_path / "x"), str(learning.tiny.target))
     divided = SimpleNamespace(drafter=engine.drafter, target=object.__new__(ShardedTarget))
@@ -510,11 +510,11 @@ def test_what_cannot_be_recalibrated_is_refused_with_the_remedy(learning: Learni
 HURRIED = """
 from dataclasses import replace
 from volley.cli import main
-from volley.recalibrate import companion
-attach = companion.attach
+from volley.recalibrate import recalibrator
+attach = recalibrator.attach
 pace = dict(recalibrate_tokens=500, recalibrate_steps=40, recalibrate_learning_rate=2e-2, recalibrate_idle=0.1)
 pace |= dict(recalibrate_nice=0)
-companion.attach = lambda service, engine, config, target: attach(service, engine, replace(config, **pace), target)
+recalibrator.attach = lambda service, engine, config, target: attach(service, engine, replace(config, **pace), target)
 main()
 """
 """The command line with a short round of training."""

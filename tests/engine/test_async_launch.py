@@ -28,9 +28,9 @@ from tests.tiny import (
 )
 from volley import Engine, SamplingParams
 from volley.decode.work import DraftSpec
-from volley.engine import ahead, capacity
+from volley.engine import async_launch, capacity
 from volley.engine.engine import Engine as AnyEngine
-from volley.engine.states import DraftRing
+from volley.engine.kv_manager import DraftRing
 from volley.memory.device import Device
 from volley.models.checkpoints.checkpoint import HeadConfig
 from volley.models.drafters import heads
@@ -87,7 +87,7 @@ def engine(
     plain = {} if drafts else {"policy": "plain"}
     given = {"num_pages": 64, "page_size": 4, "max_batch_tokens": 100, "max_running": 8, **plain, **options}
     own = Engine(pair().target, drafter_with(head) if drafts else None, **given)
-    own.core.ahead.is_used = is_ahead
+    own.core.async_launch.is_used = is_ahead
     if drafts:
         place(own, texts())
     if unknown is not None:
@@ -106,8 +106,8 @@ def texts() -> list[list[int]]:
 def served(own: AnyEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record for each step whether its pass had been launched before."""
     found = list[bool]()
-    serve = own.core.ahead.serve
-    monkeypatch.setattr(own.core.ahead, "serve", lambda step: found.append(serve(step)) or found[-1])
+    serve = own.core.async_launch.serve
+    monkeypatch.setattr(own.core.async_launch, "serve", lambda step: found.append(serve(step)) or found[-1])
     return found
 
 
@@ -410,7 +410,7 @@ def test_a_ring_of_one_block_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> N
     own: dict[str, Any] = {"params": params, "draft_window": 12, "page_size": 1, "num_pages": 300, "unknown": 2}
     expected = whole(chains(4, is_ahead=False, **own)[1])
     assert whole(chains(4, is_ahead=True, **own)[1]) == expected
-    monkeypatch.setattr("volley.engine.states.blocks_in_ring", lambda _: 1)
+    monkeypatch.setattr("volley.engine.kv_manager.blocks_in_ring", lambda _: 1)
     found = chains(4, is_ahead=True, **own)[2]
     assert sum(found) < len(found) / 4, "only short drafts near an end fit"
 
@@ -505,7 +505,7 @@ def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch:
     drafter = {"block_size": 4, "mask_token_id": 5, "num_target_layers": 1, "target_layer_ids": (0,)}
     pair = make_pair(2, {**small, **drafter}, **small, initializer_range=0.2)
     own = Engine(pair.target, pair.drafter, policy="fixed", num_pages=200, page_size=8)
-    own.core.ahead.is_used = block_proposer(own).drafts_on_device = True
+    own.core.async_launch.is_used = block_proposer(own).drafts_on_device = True
     found = served(own, monkeypatch)
     while len(tokens) < 448:
         tokens += [result.token_ids for result in own.generate([PROMPT] * 64, params)]
@@ -542,13 +542,13 @@ def test_chains_where_pages_or_places_run_out(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", ["accepted", "behind"])
 def test_chains_launched_with_a_wrong_guess_are_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: how much was accepted, or the token behind it, is not that of the step before."""
-    count = ahead.count_accepted
+    count = async_launch.count_accepted
 
     def miscount(works: Any, tokens: Any) -> Any:
         accepted, behind = count(works, tokens)
         return (accepted * 0, behind) if wrong == "accepted" else (accepted, behind * 0)
 
-    monkeypatch.setattr(ahead, "count_accepted", miscount)
+    monkeypatch.setattr(async_launch, "count_accepted", miscount)
     results, *_ = chains(1, is_ahead=True, params=replace(LONG, max_tokens=24, ignore_eos=True))
     assert results[0][0] != texts()[0][len(PROMPTS[0]) :][:24]
 
@@ -563,7 +563,7 @@ def draft_context(*, is_ahead: bool, forgets: bool = False) -> list[torch.Tensor
         own.step()
         if forgets and step == 2:
             model.keep = lambda *_: None  # type: ignore[method-assign]
-    own.core.sequences.settle()
+    own.core.kv_manager.settle()
     return [part for own in requests for part in model.store.extract(0, own.draft_table, 0, own.computed)]
 
 
@@ -626,7 +626,7 @@ def test_a_request_that_moved_to_other_pages_is_computed_there(monkeypatch: pyte
 
 
 def test_on_a_cpu_nothing_is_launched_ahead() -> None:
-    assert not Engine(pair().target).core.ahead.is_used
+    assert not Engine(pair().target).core.async_launch.is_used
 
 
 def test_without_fixed_memory_passes_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,11 @@ class Snapshot:
     verify_seconds: float
 
 
-class SequenceState(ABC):
-    """One type of state of all requests."""
+class StateManager(ABC):
+    """Base class of managers. Each manages one type of state of all requests."""
 
-    can_rest = True
-    """True if it may skip tokens that are decoded while a request's drafting is suspended."""
+    can_suspend = True
+    """True if drafting may be suspended: this state can skip the tokens that are decoded meanwhile."""
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve capacity for ``num_tokens`` tokens of a request. Return False, and change nothing, if it is not there."""
@@ -92,7 +92,7 @@ class SequenceState(ABC):
         """Recount everything from the live requests; raise ``AssertionError`` if a count is wrong."""
 
 
-class TargetPages(SequenceState):
+class TargetPages(StateManager):
     """The target's K/V and the prefix cache. Without a draft window the drafter's K/V share the pages."""
 
     def __init__(self, pool: PagePool, store: KVStore, *, prefix_caching: bool) -> None:
@@ -101,7 +101,7 @@ class TargetPages(SequenceState):
     def reserve(self, request: Request, num_tokens: int) -> bool:
         return self.pool.grow(request.table, num_tokens, request.max_length)
 
-    def room(self, request: Request) -> int:
+    def capacity(self, request: Request) -> int:
         """Return the tokens that the request could have if it took all free pages."""
         return request.table.capacity + self.pool.num_available * self.pool.page_size
 
@@ -173,15 +173,15 @@ class TargetPages(SequenceState):
         self.pool.check_integrity(request.table for request in requests)
 
 
-class DraftContext(SequenceState):
+class DraftContext(StateManager):
     """The drafter's K/V of each request's tokens, computed from the target's features and stored on the target's pages.
 
-    Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. So
-    rare drafting reads the drafter's weights once for many passes, and no first token waits for the draft K/V of its prompt.
-    Until then each step appends its features whole, and the pending tokens of a request form one open run.
+    Only drafts read these K/V. They are computed before the next draft, or once :attr:`most_waiting` tokens are pending. If
+    drafting is rare, the drafter's weights are thus read once for many passes. No first token waits for the draft K/V of its
+    prompt. Until then each step appends its features whole, and the pending tokens of a request form one open run.
     """
 
-    can_rest = False
+    can_suspend = False
 
     def __init__(self, model: DraftModel, most_waiting: int = 256) -> None:
         self.model, self.most_waiting = model, most_waiting
@@ -212,7 +212,7 @@ class DraftContext(SequenceState):
         self.backlog.write()
 
     def keep(self, step: Step) -> None:
-        works = step.awake
+        works = step.unsuspended
         if not works or step.has_draft_kv:
             return
         runs = [self._open.setdefault(work.request, KeptRun(work.request.computed)) for work in works]
@@ -269,8 +269,8 @@ def _kept_rows(step: Step, features: Tensor) -> Tensor:
 class DraftRing(DraftContext):
     """The drafter's K/V of the last tokens only, on a ring of pages for every running request.
 
-    A full page is not written again. It is found by its hash, and when a ring wraps around to it, the ring takes another page
-    instead. So after a prefix hit the ring begins with the window before it, as far as its pages are still cached.
+    A full page is published by its hash and not written again: a ring that wraps around to it takes another page instead. So
+    after a prefix hit, the ring begins with those pages of the window before it that are still cached.
     """
 
     def __init__(
@@ -289,19 +289,19 @@ class DraftRing(DraftContext):
         self._reach = reach or self.block_size
         self.num_pages = ring_pages(self._reach, window, page_size)
         self.pool = PagePool(self.num_pages * num_rings(max_running), page_size)
-        self.can_rest = not model.reads_next
-        self._behind = set[Request]()  # requests whose last tokens have no draft K/V
+        self.can_suspend = not model.reads_next
+        self._with_gap = set[Request]()  # requests whose last tokens have no draft K/V, because drafting is suspended
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve a ring, and capacity in it for a block after the known tokens."""
         if not (request.draft_table.is_ring and request.draft_table.pages):
             request.draft_table = self._begin(request)
-        if request not in self._behind:
+        if request not in self._with_gap:
             self._enter(request, request.computed + self.block_size)
         return True
 
     def reserve_ahead(self, request: Request, num_tokens: int) -> bool:
-        if request.drafting_suspended or request in self._behind or num_tokens > request.computed + 1 + self._reach:
+        if request.drafting_suspended or request in self._with_gap or num_tokens > request.computed + 1 + self._reach:
             return False
         self._enter(request, num_tokens)
         return True
@@ -323,13 +323,13 @@ class DraftRing(DraftContext):
         return table
 
     def prepare(self, step: Step) -> None:
-        for request in [work.request for work in step.awake if work.request in self._behind]:
-            self._begin_anew(request)
+        for request in [work.request for work in step.unsuspended if work.request in self._with_gap]:
+            self._resume(request)
         super().prepare(step)
 
-    def _begin_anew(self, request: Request) -> None:
+    def _resume(self, request: Request) -> None:
         """Resume drafting after a suspension. The drafter never sees the tokens that were skipped."""
-        self._behind.remove(request)
+        self._with_gap.remove(request)
         request.draft_table.first = request.computed
         request.drafts_from = request.computed + LEAST_CONTEXT + 1
         self._enter(request, request.computed + self.block_size)
@@ -348,7 +348,7 @@ class DraftRing(DraftContext):
         table.num_entered = last + 1
 
     def keep(self, step: Step) -> None:
-        works = step.awake
+        works = step.unsuspended
         for work in works:
             self._enter(work.request, work.request.computed + work.num_kept)
         super().keep(step)
@@ -356,9 +356,9 @@ class DraftRing(DraftContext):
             self._publish(work)
         if len(works) < len(step.works):
             for work in step.works:
-                if work.request.drafting_suspended and work.request not in self._behind:
+                if work.request.drafting_suspended and work.request not in self._with_gap:
                     self._close(work.request)
-                    self._behind.add(work.request)
+                    self._with_gap.add(work.request)
 
     def _publish(self, work: Work[Request]) -> None:
         """Publish the pages that are full now, though their K/V may be computed later."""
@@ -376,7 +376,7 @@ class DraftRing(DraftContext):
 
     def release(self, request: Request) -> None:
         super().release(request)
-        self._behind.discard(request)
+        self._with_gap.discard(request)
         if request.draft_table.is_ring:  # a request that was not admitted has no ring; its table is the target's
             self.pool.release(request.draft_table)
 
@@ -418,13 +418,13 @@ def blocks_in_ring(cuda_graphs: bool) -> int:
     return 1 + cuda_graphs
 
 
-class Sequences:
-    """All states of all requests, as one object for the scheduler."""
+class KVManager:
+    """Manages all states of all requests for the scheduler."""
 
-    def __init__(self, pages: TargetPages, others: Iterable[SequenceState]) -> None:
+    def __init__(self, pages: TargetPages, others: Iterable[StateManager]) -> None:
         self.pages = pages
-        self.states: tuple[SequenceState, ...] = (pages, *others)
-        self.can_rest = all(state.can_rest for state in self.states)
+        self.states: tuple[StateManager, ...] = (pages, *others)
+        self.can_suspend = all(state.can_suspend for state in self.states)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Reserve capacity for ``num_tokens`` tokens in every state."""
@@ -443,7 +443,7 @@ class Sequences:
             request.computed = state.match_prefix(request, request.computed)
         for state in self.states:
             state.truncate(request, request.computed)
-        if self.pages.room(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
+        if self.pages.capacity(request) < num_tokens or not all(s.reserve(request, 0) for s in self.states):
             self.release(request)
             return False
         if request.num_output == 0 and not request.stats.preemptions:  # after a preemption it finds its own pages

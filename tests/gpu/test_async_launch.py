@@ -34,7 +34,7 @@ def watched(
     with pretended_cuda() as counts:
         engine = Engine(both.target, both.drafter if drafts else None, num_pages=64, policy="fixed", **options)
         if not is_ahead:
-            engine.core.ahead.launch = lambda *_: None  # type: ignore[method-assign]
+            engine.core.async_launch.launch = lambda *_: None  # type: ignore[method-assign]
         for prompt in random_prompts(count, longest=20, seed=1):
             engine.add_request(prompt, params)
         committing = list[int]()
@@ -122,8 +122,8 @@ def chains(target: Any, drafter: Any, texts: list[list[int]], own: dict[str, Any
     """Tokens and acceptance of requests that end by length and unforeseen, and how many cycles had been launched before."""
     engine = Engine(target, drafter, **{"num_pages": 64, "policy": "fixed", **options})
     place(engine, texts)
-    serve, served = engine.core.ahead.serve, list[bool]()
-    engine.core.ahead.serve = lambda step: served.append(serve(step)) or served[-1]  # type: ignore[method-assign]
+    serve, served = engine.core.async_launch.serve, list[bool]()
+    engine.core.async_launch.serve = lambda step: served.append(serve(step)) or served[-1]  # type: ignore[method-assign]
     prompts = random_prompts(3, longest=20, seed=1)
     each = [SamplingParams(max_tokens=size, ignore_eos=True, **own) for size in LENGTHS]
     each.append(replace(each[0], stop_token_ids=(texts[2][len(prompts[2]) + STOPPED],)))

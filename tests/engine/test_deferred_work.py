@@ -12,7 +12,7 @@ from tests.conftest import byte_tokenizer
 from tests.tiny import eager_model, random_drafter, target_config
 from volley import Engine, SamplingParams
 from volley.decode.detokenize import Detokenizer
-from volley.engine.overlap import Overlap
+from volley.engine.deferred_work import DeferredWork
 from volley.engine.recovery import recover
 from volley.models.targets.target import Target
 from volley.procedures.request import Request
@@ -31,7 +31,7 @@ def target() -> Target:
 def engine(*, overlaps: bool, **options: Any) -> Engine:
     drafter = random_drafter(vocab_size=260, num_target_layers=2, target_layer_ids=(0, 1))
     own = Engine(target(), drafter, **{"policy": "fixed", "num_pages": 64, **options})
-    own.overlap = Overlap(GPU if overlaps else own.target.device)
+    own.deferred_work = DeferredWork(GPU if overlaps else own.target.device)
     return own
 
 
@@ -64,7 +64,7 @@ def told(own: Engine, abort_after: int) -> Iterator[tuple[list[int], list[TextCh
             request.write()
             chunks[request] += request.writer.take()
 
-    own.overlap.listeners.append(take)
+    own.deferred_work.listeners.append(take)
     steps = 0
     while own.has_work:
         own.step()
@@ -99,7 +99,7 @@ def test_texts_are_made_once_the_next_pass_is_launched_and_when_a_request_ends(
         Detokenizer, "push", lambda self, *args, **last: noted.append("text") or push(self, *args, **last)
     )
     monkeypatch.setattr(own.core.runner, "forward", lambda step: noted.append("pass") or forward(step))
-    own.overlap.listeners.append(lambda: noted.append("told"))
+    own.deferred_work.listeners.append(lambda: noted.append("told"))
     request = own.add_request(PROMPTS[0], SamplingParams(max_tokens=3))
     while own.has_work:
         own.step()
@@ -109,7 +109,7 @@ def test_texts_are_made_once_the_next_pass_is_launched_and_when_a_request_ends(
 
 def test_on_a_cpu_nothing_waits() -> None:
     own = engine(overlaps=False)
-    own.overlap.listeners.append(lambda: pytest.fail("a CPU has no time beside a pass"))
+    own.deferred_work.listeners.append(lambda: pytest.fail("a CPU has no time beside a pass"))
     request = own.add_request(PROMPTS[0], LONG)
     while request.finish_reason is None:
         own.step()

@@ -7,8 +7,8 @@ import pytest
 from tests.tiny import Pair, greedy, random_prompts
 from volley import Engine, SamplingParams
 from volley.decode.work import DraftSpec, Work
-from volley.engine import states
-from volley.engine.states import DraftContext
+from volley.engine import kv_manager
+from volley.engine.kv_manager import DraftContext
 from volley.policies.base import Cycle, Policy, View
 from volley.procedures.request import Request
 
@@ -30,7 +30,7 @@ class Naps(Policy):
         drafts = 3 * (self.every(self.cycle) == 1)
         return [view.draft(drafts if view.request_id % 3 else 3) for view in views]
 
-    def keeps_up(self, sampled: Set[bool], under_way: int) -> int:
+    def draft_kv_every(self, sampled: Set[bool], under_way: int) -> int:
         assert sampled == {False}
         return self.every(self.cycle)
 
@@ -65,7 +65,7 @@ def test_drafts_after_a_rest_are_as_good_once_enough_was_seen(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, rests: tuple[int, int], options: dict[str, int]
 ) -> None:
     """A window of the text, here. Every third request never rests."""
-    monkeypatch.setattr(states, "LEAST_CONTEXT", WINDOW)
+    monkeypatch.setattr(kv_manager, "LEAST_CONTEXT", WINDOW)
     always = made(pair, lambda _: 1, monkeypatch, **options)
     napping = made(pair, lambda cycle: 3 if rests[0] <= cycle < rests[1] else 1, monkeypatch, **options)
     assert always.items() > napping.items(), "the same drafts, but not all of them"
@@ -75,14 +75,14 @@ def test_drafts_after_a_rest_are_as_good_once_enough_was_seen(
 
 
 def test_drafts_that_see_little_would_be_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "LEAST_CONTEXT", 1)
+    monkeypatch.setattr(kv_manager, "LEAST_CONTEXT", 1)
     always = made(pair, lambda _: 1, monkeypatch)
     assert not always.items() >= made(pair, lambda cycle: 3 if cycle < 9 else 1, monkeypatch).items()
 
 
 def test_nothing_is_kept_where_all_rest(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed:1", draft_window=WINDOW, page_size=4)
-    (own,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
+    (own,) = (state for state in engine.core.kv_manager.states if isinstance(state, DraftContext))
     for prompt in PROMPTS:
         engine.add_request(prompt, SamplingParams(max_tokens=COUNT))
     while engine.has_work:
@@ -100,5 +100,5 @@ def test_without_a_window_nobody_rests(pair: Pair) -> None:
     request = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=COUNT))
     engine.step()
     assert not request.drafting_suspended
-    (own,) = (state for state in engine.core.sequences.states if isinstance(state, DraftContext))
+    (own,) = (state for state in engine.core.kv_manager.states if isinstance(state, DraftContext))
     assert len(own.backlog) == len(PROMPTS[0])

@@ -91,7 +91,7 @@ class StackedRows:
 
 
 @contextmanager
-def giving_back() -> Iterator[None]:
+def returning_memory() -> Iterator[None]:
     """Return memory to the system while a model is loaded.
 
     The pages of libraries are given back before and after. Inside, large freed blocks go to the system at once, and all other

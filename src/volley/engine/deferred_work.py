@@ -1,6 +1,6 @@
 """Do host work while a GPU runs a step: detokenize the tokens of the step before, and call listeners.
 
-A step ends when its verdicts are read. Most steps are launched only then (``ahead.py`` launches the others), because
+A step ends when its verdicts are read. Most steps are launched only then (``async_launch.py`` launches the others), because
 positions, slots and drafts depend on the accepted counts. Detokenizing and streaming do not depend on them. On a GPU they wait
 until the target pass of the next step is launched. On a CPU waiting gains nothing, so text is made at once.
 """
@@ -12,7 +12,7 @@ import torch
 from volley.procedures.request import Request
 
 
-class Overlap:
+class DeferredWork:
     def __init__(self, device: torch.device) -> None:
         self.is_used = device.type != "cpu"
         self.listeners: list[Callable[[], None]] = []

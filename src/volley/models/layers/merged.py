@@ -18,7 +18,7 @@ from volley.native.decoder import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Joined weight and bias of several layers; the layers' own become views of them."""
+    """Merged weight and bias of several layers; the layers' own become views of them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,7 +54,7 @@ def row_operations() -> Any:
     return rows
 
 
-class JoinedWeights:
+class MergedWeights:
     """Weights of one layer, and its computation before and after attention."""
 
     def __init__(self, layer: Any, shape: LayerShape) -> None:
@@ -85,16 +85,16 @@ class JoinedWeights:
         return of.down.add_to(states, self.rows.gated_silu(of.gate_up(normed)))
 
 
-class JoinedLayer(LayerForward):
-    """Forward of one of transformers' decoder layers with joined projections."""
+class MergedLayer(LayerForward):
+    """Forward of one of transformers' decoder layers with merged projections."""
 
     def __init__(self, layer: nn.Module, seen: Recognised) -> None:
         super().__init__(layer, seen, seen.rotaries[0])
-        self.joined = JoinedWeights(layer, self.shape)
+        self.merged = MergedWeights(layer, self.shape)
 
     @classmethod
     def of(cls, layer: nn.Module, rotary: nn.Module) -> Self | None:
-        """Join a layer's projections; ``None`` if a trial shows another result."""
+        """Merge a layer's projections; ``None`` if a trial shows another result."""
         seen = recognise(layer, rotary)
         if seen is None or not seen.is_llamas(layer):
             return None
@@ -103,16 +103,16 @@ class JoinedLayer(LayerForward):
 
     def before(self, states: Tensor, turns: Cosines | None) -> Tensor:
         assert turns is not None
-        return self.joined.before(states, *turns)
+        return self.merged.before(states, *turns)
 
     def after(self, states: Tensor, mixed: Tensor) -> Tensor:
-        return self.joined.after(states, mixed)
+        return self.merged.after(states, mixed)
 
 
-def join_layers(model: Any) -> int:
-    """Replace the forward of every layer that can be joined; return their number."""
-    found = [(layer, JoinedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
-    for layer, joined in found:
-        if joined is not None:
-            layer.forward = joined
-    return sum(joined is not None for _, joined in found)
+def merge_layers(model: Any) -> int:
+    """Replace the forward of every layer that can be merged; return their number."""
+    found = [(layer, MergedLayer.of(layer, rotary)) for layer, rotary in layers_with_rotary(model)]
+    for layer, merged in found:
+        if merged is not None:
+            layer.forward = merged
+    return sum(merged is not None for _, merged in found)
