@@ -35,7 +35,7 @@ def cases() -> dict[str, Case]:
         options = {"policy": None if "block_size" in configuration else "fixed", **configuration}
         found[name] = options, {}
         found[f"{name}, sampled"] = options, SAMPLED
-    found["speculative sampling, blocks of 8"] = {"block_size": 8, "verification": "speculative"}, SAMPLED
+    found["speculative sampling, blocks of 8"] = {"block_size": 8, "verification": "rejection"}, SAMPLED
     found["penalties, blocks of 8"] = {"block_size": 8}, PENALTIES
     found["penalties, trees, sampled"] = {"tree_nodes": 16}, {**SAMPLED, **PENALTIES}
     found["int8 pools"] = {"block_size": 8, "kv_dtype": "int8", "draft_kv_dtype": "int4"}, {}

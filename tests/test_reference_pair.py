@@ -77,7 +77,7 @@ def test_the_markov_drafter_has_its_name_and_lies_between_the_others(engine: Eng
 @pytest.mark.slow
 def test_a_seed_gives_the_tokens_of_plain_decoding(engine: Engine) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
-    matching = Engine(engine.target, engine.drafter, verification="match")
+    matching = Engine(engine.target, engine.drafter, verification="coupled")
     plain = Engine(engine.target, block_size=1)
     for chat in CHATS[:2]:
         (mine,), (theirs,) = matching.generate(chat, params), plain.generate(chat, params)

@@ -345,7 +345,7 @@ def ahead(bench: Bench) -> dict[str, Any]:
 
     target, drafter = bench.pair()
     pages = 128 * max(bench.levels)
-    engine, table = Engine(target, drafter, num_pages=pages, policy="fixed:1", verification="speculative"), []
+    engine, table = Engine(target, drafter, num_pages=pages, policy="fixed:1", verification="rejection"), []
     steps = 4 if bench.dry else 100
     same = True
     for level, size, temperature in product(bench.levels, (1, BLOCK), (0.0, 1.0)):

@@ -9,7 +9,7 @@ from volley.errors import ConfigError, check_keys, names_unknown_fields, unknown
 
 KVDtype = Literal["auto", "int8", "int4"]
 """Format of K/V: the model's dtype, 8 bits, or 4 bits after a random rotation."""
-Verification = Literal["auto", "speculative", "match"]
+Verification = Literal["auto", "rejection", "coupled"]
 Schedule = Literal["cosine", "linear", "sqrt"]
 DraftAttention = Literal["target", "torch", "native", "triton"]
 
@@ -76,8 +76,8 @@ class DecodingConfig(DraftingConfig):
     tree_nodes: int | None = None
     """Verify the best tree of this many draft tokens, anchor included, instead of one chain. By default the policy decides."""
     verification: Verification = field(default="auto", metadata={"python": True})
-    """Verification of sampled requests: speculative, match or auto. auto is match for requests with a seed, whose answers must
-    be reproducible, and if the draft's distribution is unknown; otherwise speculative sampling."""
+    """Verification of sampled requests: rejection, coupled or auto. auto is coupled for requests with a seed, whose answers must
+    be reproducible, and if the draft's distribution is unknown; otherwise rejection."""
     kv_dtype: KVDtype = "auto"
     """Format of the target's K/V; auto: the models' data type. Another format changes what the target computes."""
     draft_kv_dtype: KVDtype = field(default="auto", metadata={"python": True})
@@ -99,11 +99,11 @@ class DecodingConfig(DraftingConfig):
                 f"block_size {self.block_size} cannot be used; it is 1 (plain decoding) or more, with a drafter"
             )
         if self.verification not in get_args(Verification):
-            raise ConfigError(f"verification {self.verification!r} is unknown; use auto, speculative or match")
-        if self.verification == "speculative" and self.denoising_steps > 1:
+            raise ConfigError(f"verification {self.verification!r} is unknown; use auto, rejection or coupled")
+        if self.verification == "rejection" and self.denoising_steps > 1:
             raise ConfigError(
-                "speculative verification needs the distribution each draft token was drawn from, which multi-step "
-                "denoising does not have; use verification='match' or denoising_steps=1"
+                "rejection sampling needs the distribution each draft token was drawn from, which multi-step "
+                "denoising does not have; use verification='coupled' or denoising_steps=1"
             )
         if self.draft_attention not in get_args(DraftAttention):
             raise unknown_key("draft attention", str(self.draft_attention), get_args(DraftAttention))
@@ -118,10 +118,10 @@ class DecodingConfig(DraftingConfig):
                 "a tree grows from the probabilities of one draft pass, and denoising_steps is "
                 f"{self.denoising_steps}; use denoising_steps=1, or tree_nodes=None"
             )
-        if self.verification == "speculative":
+        if self.verification == "rejection":
             raise ConfigError(
-                "speculative verification is biased on a tree, whose tokens are not drawn from the draft's distribution; "
-                "use verification='match' or 'auto', or tree_nodes=None"
+                "rejection sampling is biased on a tree, whose tokens are not drawn from the draft's distribution; "
+                "use verification='coupled' or 'auto', or tree_nodes=None"
             )
 
     @property
@@ -134,14 +134,14 @@ class DecodingConfig(DraftingConfig):
         """Return the maximum size of draft trees; 0: no trees, ``None``: the policy decides."""
         if self.tree_nodes is not None:
             return self.tree_nodes - 1
-        return None if self.denoising_steps == 1 and self.verification != "speculative" else 0
+        return None if self.denoising_steps == 1 and self.verification != "rejection" else 0
 
     def matches(self, seed: int | None) -> bool:
         """Return whether a sampled request with this ``seed`` is verified by sample-and-match (coupled sampling) when it
         drafts a chain."""
         wants_repetition = self.verification == "auto" and seed is not None
         has_no_distribution = self.denoising_steps > 1 or self.tree_nodes is not None
-        return self.verification == "match" or has_no_distribution or wants_repetition
+        return self.verification == "coupled" or has_no_distribution or wants_repetition
 
 
 @names_unknown_fields

@@ -14,9 +14,8 @@ from volley.errors import CheckpointError, ConfigError, WriteError
 
 REFERENCE = Path(__file__).parent / "reference"
 """Folder of the bundled models: ``target``; its drafters ``drafter``, ``drafter-dflash`` without a sequential head and
-``drafter-markov`` with another; ``diffusion``, the target that was also taught to fill masks; ``smollm2-135m``, a drafter of a
-published model."""
-PUBLISHED_DRAFTERS = {"smollm2-135m": REFERENCE / "smollm2-135m"}
+``drafter-markov`` with another; ``diffusion``, the target that was also taught to fill masks; drafters of published models."""
+PUBLISHED_DRAFTERS = {name: REFERENCE / name for name in ("smollm2-135m", "qwen2.5-coder-0.5b")}
 """Drafters of published models."""
 BUNDLED_DRAFTERS = {
     f"reference{kind}": REFERENCE / f"drafter{kind}" for kind in ("", "-dflash", "-markov")

@@ -250,14 +250,14 @@ def test_cases_are_plain_and_every_block_size_with_every_step_count_or_tree() ->
 
 
 def test_cases_leave_everything_else_as_the_engine_has_it() -> None:
-    own = DecodingConfig(policy="feedback", verification="match", kv_dtype="int8")
+    own = DecodingConfig(policy="feedback", verification="coupled", kv_dtype="int8")
     config = BenchConfig(block_sizes=(4,), policies=("goodput",), denoising_steps=(1, 2))
     plain, decided, *drafted = [case.decoding for case in config.cases(16, own)]
     assert plain == PLAIN.decoding
     assert decided == replace(own, policy="goodput")
     assert drafted == [replace(own, policy=None, block_size=4, denoising_steps=steps) for steps in (1, 2)]
     with pytest.raises(ConfigError, match="multi-step denoising"):
-        config.cases(16, replace(own, verification="speculative"))
+        config.cases(16, replace(own, verification="rejection"))
 
 
 def test_cases_in_reports() -> None:

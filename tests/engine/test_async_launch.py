@@ -184,7 +184,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(
         max_running=4,
         draft_window=window if drafts else None,
         prefix_caching=prefix_caching,
-        verification="match",
+        verification="coupled",
         policy=policy if drafts else "fixed:1",
     )
     requests: list[tuple[Request, int, int]] = []
@@ -247,7 +247,7 @@ def test_every_step_behind_the_first_token_is_served(
 def test_the_same_verdicts_of_sampled_requests_by_either_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matched with the noise of positions, or compared with what one uniform draws."""
     answers = []
-    for verification in ("match", "speculative"):
+    for verification in ("coupled", "rejection"):
         for is_ahead in (True, False):
             own = engine(drafts=True, is_ahead=is_ahead, policy="fixed:1", verification=verification)
             found = served(own, monkeypatch)
@@ -386,11 +386,11 @@ def _pairs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_pairs_on_the_device")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["greedy", "matched", "speculative"])
+@pytest.mark.parametrize("kind", ["greedy", "matched", "rejection"])
 def test_drafts_in_windows_and_of_heads_are_served(way: str, kind: str) -> None:
     """Their answers are those of passes that follow each other, and so are their drafts as long as these are whole."""
     each = [replace(COLD, temperature=0.0 if kind == "greedy" else 0.05, seed=seed) for seed in range(4)]
-    own: dict[str, Any] = {"verification": "speculative"} if kind == "speculative" else {}
+    own: dict[str, Any] = {"verification": "rejection"} if kind == "rejection" else {}
     own |= {"params": each, "unknown": 4, **WAYS[way]}
     results, drafts, found = chains(4, is_ahead=True, **own)
     expected, others, _ = chains(4, is_ahead=False, **own)
@@ -398,7 +398,7 @@ def test_drafts_in_windows_and_of_heads_are_served(way: str, kind: str) -> None:
     assert whole(drafts) == whole(others)
     assert max(length for _, lengths, _ in results for length in lengths) >= 2
     assert sum(found) > len(found) / 3
-    assert all(found[2:]) == (kind != "speculative")
+    assert all(found[2:]) == (kind != "rejection")
     if kind == "greedy":
         assert [own[0] for own in results] == [text[len(PROMPTS[i]) :][:24] for i, text in enumerate(texts()[:4])]
 
@@ -465,7 +465,7 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("verification", ["match", "speculative"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_every_cycle_of_sampled_chains_is_served(verification: str, kind: str) -> None:
     """With the same noise for the same drafts. Speculative sampling with a seed is read first where less is asked for."""
     each = KINDS[kind]
@@ -475,7 +475,7 @@ def test_every_cycle_of_sampled_chains_is_served(verification: str, kind: str) -
     lengths = [length for _, own, _ in results for length in own]
     assert max(lengths) >= 2
     assert sum(found) > len(found) / 3
-    assert all(found[2:]) == (verification == "match")
+    assert all(found[2:]) == (verification == "coupled")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.05])
@@ -514,12 +514,12 @@ def test_sampled_chains_have_the_law_of_the_target(is_biased: bool, monkeypatch:
     assert p < 1e-6 if is_biased else p > 1e-3
 
 
-@pytest.mark.parametrize("rule", ["match", "speculative"])
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_noise_of_other_positions_is_seen(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: drafts are drawn as if nothing of the last ones had been kept."""
     own = {"params": COLD, "verification": rule}
     expected = chains(1, is_ahead=True, **own)[1]
-    name = "propose_coupled" if rule == "match" else "moved_uniforms"
+    name = "propose_coupled" if rule == "coupled" else "moved_uniforms"
     right = getattr(choose, name)
 
     def unmoved(*given: Any) -> Any:

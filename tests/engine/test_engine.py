@@ -39,14 +39,14 @@ def test_settings_come_whole_or_by_name(pair: Pair) -> None:
     whole = Engine(
         pair.target,
         pair.drafter,
-        config=DecodingConfig(policy="fixed:3", verification="match"),
+        config=DecodingConfig(policy="fixed:3", verification="coupled"),
         capacity=CapacityConfig(page_size=4, num_pages=30, max_running=2),
     )
     named = Engine(
         pair.target,
         pair.drafter,
         policy="fixed:3",
-        verification="match",
+        verification="coupled",
         page_size=4,
         num_pages=30,
         max_running=2,
@@ -64,7 +64,7 @@ def test_one_config_may_be_whole_and_the_other_by_name(pair: Pair) -> None:
 
 def test_a_new_config_is_taken_everywhere(pair: Pair) -> None:
     engine = Engine(pair.target, pair.drafter, policy="fixed")
-    config = DecodingConfig(policy="feedback", denoising_steps=2, verification="match")
+    config = DecodingConfig(policy="feedback", denoising_steps=2, verification="coupled")
     engine.reconfigure(config)
     assert standing(engine)[:3] == (config, config, config)
     assert isinstance(engine.policy, Feedback)
@@ -102,7 +102,7 @@ class Refusing(Policy):
 REFUSED: list[dict[str, Any]] = [
     {"policy": "godput"},
     {"policy": "fixed:9", "denoising_steps": 3},
-    {"policy": "pilot:nowhere", "verification": "match"},
+    {"policy": "pilot:nowhere", "verification": "coupled"},
     {"block_size": 7, "denoising_steps": 3},
     {"draft_window": 9, "denoising_steps": 3},
     {"kv_dtype": "int8", "policy": "feedback"},

@@ -56,7 +56,7 @@ def test_no_answer_changes_by_drafts_that_are_dropped(
 def test_speculative_sampling_draws_the_same_drafts_once_more(pair: Pair) -> None:
     """Nothing of a dropped draft was used, so each token is the one that it would have been."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=9)
-    options: dict[str, Any] = {"policy": "fixed:4", "verification": "speculative"}
+    options: dict[str, Any] = {"policy": "fixed:4", "verification": "rejection"}
     expected = answers(engine_of(pair, **options), params)
     engine, calls = engine_of(pair, **options), list[int]()
     engine.arrivals.newcomers = now_and_then(calls)

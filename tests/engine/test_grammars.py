@@ -297,12 +297,12 @@ def likelihood(
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ({"verification": "speculative"}, {"top_p": 0.8, "draft_temperature": 0.6}),
-        ({"verification": "speculative", "head": True}, {}),
-        ({"verification": "match"}, {}),
+        ({"verification": "rejection"}, {"top_p": 0.8, "draft_temperature": 0.6}),
+        ({"verification": "rejection", "head": True}, {}),
+        ({"verification": "coupled"}, {}),
         ({"tree_nodes": 8, "head": True}, {"top_k": 3}),
         ({"denoising_steps": 2}, {}),
-        ({"policy": "goodput", "verification": "speculative"}, {}),
+        ({"policy": "goodput", "verification": "rejection"}, {}),
     ],
     ids=str,
 )
@@ -331,7 +331,7 @@ def scored_without_masks(honest: Walk) -> Walk:
 @pytest.mark.slow
 def test_drafts_scored_without_their_masks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constrained, "walk_constrained", scored_without_masks(constrained.walk_constrained))
-    assert likelihood(verification="speculative", seeds=4000) < 1e-6
+    assert likelihood(verification="rejection", seeds=4000) < 1e-6
 
 
 @pytest.mark.slow
@@ -342,11 +342,11 @@ def test_a_bonus_token_without_its_mask_is_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(speculative, "allowed_probs", forgetful)
     with pytest.raises((InputError, KeyError)):
-        likelihood(verification="speculative")
+        likelihood(verification="rejection")
 
 
 @pytest.mark.slow
 def test_masks_of_the_accepted_text_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Proposal, "paths", property(lambda own: [()] * (len(own.token_ids) + 1)))
     with pytest.raises((InputError, KeyError)):
-        likelihood(verification="speculative")
+        likelihood(verification="rejection")

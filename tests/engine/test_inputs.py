@@ -101,8 +101,8 @@ def test_a_request_larger_than_the_pool(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"verification": "strict"}, "verification 'strict' is unknown; use auto, speculative or match"),
-        ({"verification": "speculative", "denoising_steps": 2}, "use verification='match' or denoising_steps=1"),
+        ({"verification": "strict"}, "verification 'strict' is unknown; use auto, rejection or coupled"),
+        ({"verification": "rejection", "denoising_steps": 2}, "use verification='coupled' or denoising_steps=1"),
         ({"denoising_steps": 0}, "denoising_steps is 0; it must be at least 1"),
         ({"denoising_schedule": "sin"}, "unknown denoising schedule 'sin'"),
         ({"draft_temperature": -1.0}, "draft_temperature is -1.0; give a finite number"),
@@ -126,13 +126,13 @@ def test_an_unknown_option_names_the_nearest(tiny_pair: TinyPair) -> None:
 
 
 def test_settings_are_checked_when_they_are_changed(pair: Pair) -> None:
-    engine = Engine(pair.target, random_drafter(block_size=4), num_pages=4, verification="speculative")
+    engine = Engine(pair.target, random_drafter(block_size=4), num_pages=4, verification="rejection")
     assert engine.block_size == 4
     changes: list[tuple[str, int, str]] = [
         ("block_size", 5, "beyond the 4"),
         ("block_size", 0, "cannot be used"),
         ("denoising_steps", 0, "at least 1"),
-        ("denoising_steps", 2, "use verification='match'"),
+        ("denoising_steps", 2, "use verification='coupled'"),
     ]
     for name, value, message in changes:
         with pytest.raises(ConfigError, match=message):

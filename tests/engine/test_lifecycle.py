@@ -105,7 +105,7 @@ def test_whatever_happens_every_answer_is_the_one_given_alone(  # type: ignore[n
         prefix_caching=prefix_caching,
         draft_window=window,
         denoising_steps=steps,
-        verification="match",
+        verification="coupled",
         kv_dtype=pools[0],
         draft_kv_dtype=pools[1],
     )

@@ -22,7 +22,7 @@ def test_two_hundred_requests_in_a_pool_too_small_for_them(pair: Pair) -> None:
         SamplingParams(max_tokens=chance.randint(1, 30), temperature=float(i % 3 == 0), seed=i) for i in range(200)
     ]
     plain = [r.token_ids for r in Engine(pair.target, num_pages=4000, block_size=1).generate(prompts, params)]
-    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=36, max_batch_tokens=64, verification="match")
+    engine = Engine(pair.target, pair.drafter, page_size=4, num_pages=36, max_batch_tokens=64, verification="coupled")
     teach(engine, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
     stores = engine.core.runner.store, block_proposer(engine).model.store
     size = sum(store.nbytes for store in stores)

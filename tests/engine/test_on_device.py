@@ -53,10 +53,10 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
         {"draft_window": 8},
         {"policy": "feedback"},
         {"policy": "goodput:drafts"},
-        {"verification": "match"},
-        {"verification": "speculative"},
-        {"verification": "speculative", "policy": "feedback"},
-        {"verification": "speculative", "num_pages": 20},
+        {"verification": "coupled"},
+        {"verification": "rejection"},
+        {"verification": "rejection", "policy": "feedback"},
+        {"verification": "rejection", "num_pages": 20},
     ],
 )
 def test_answers_and_acceptance_are_those_of_drafts_read_at_once(

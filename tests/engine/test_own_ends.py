@@ -75,7 +75,7 @@ def test_matching_gives_the_tokens_of_plain_decoding(
     if head is not None and "denoising_steps" in options:
         options = {}
     engine = Engine(
-        pair.target, own_ends([*range(0, VOCAB, 5)], head=head), page_size=4, verification="match", **options
+        pair.target, own_ends([*range(0, VOCAB, 5)], head=head), page_size=4, verification="coupled", **options
     )
     assert test_sampled.answers(engine) == test_sampled.plain()
 
@@ -100,8 +100,8 @@ def law(params: SamplingParams, pair: Pair, **options: Any) -> tuple[float, floa
 @pytest.mark.parametrize(
     ("head", "options"),
     [
-        (None, {"verification": "speculative"}),
-        (HEAD, {"verification": "speculative"}),
+        (None, {"verification": "rejection"}),
+        (HEAD, {"verification": "rejection"}),
         (None, {"tree_nodes": 7}),
     ],
 )
@@ -123,5 +123,5 @@ propose_sampled = choose.propose_sampled
 @pytest.mark.slow
 def test_a_wrong_draft_law_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "propose_sampled", scored_over_the_whole_vocabulary)
-    probability, _ = law(SamplingParams(temperature=1.1, max_tokens=3), tiny(), verification="speculative")
+    probability, _ = law(SamplingParams(temperature=1.1, max_tokens=3), tiny(), verification="rejection")
     assert probability < 1e-6

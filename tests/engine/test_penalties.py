@@ -141,7 +141,7 @@ def probability(**options: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"verification": "speculative"}, {"verification": "match"}, {"tree_nodes": 8}])
+@pytest.mark.parametrize("options", [{"verification": "rejection"}, {"verification": "coupled"}, {"tree_nodes": 8}])
 def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> None:
     assert probability(**options) > 1e-3
 
@@ -149,4 +149,4 @@ def test_the_law_of_whole_answers_is_the_targets(options: dict[str, Any]) -> Non
 @pytest.mark.slow
 def test_a_law_that_ignores_the_draft_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_the_draft(monkeypatch)
-    assert probability(verification="speculative") < 1e-6
+    assert probability(verification="rejection") < 1e-6

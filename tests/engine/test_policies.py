@@ -110,7 +110,7 @@ HOT = SamplingParams(temperature=1.0, max_tokens=TOKENS)
 @pytest.mark.parametrize("policy", [Restless, Goodput, lambda: random_pilot(tiny().drafter)])
 def test_the_sampled_law_is_the_targets(monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
     settle(monkeypatch, token=1e-3)
-    sequences, accepted = sampled(HOT, policy=policy(), verification="speculative")
+    sequences, accepted = sampled(HOT, policy=policy(), verification="rejection")
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) > 1e-3
     assert accepted > 0.1, "drafts must have been accepted for this to mean anything"
 
@@ -208,7 +208,7 @@ def test_a_policy_that_peeks_at_the_sampled_token_is_caught(monkeypatch: pytest.
         return propose(self, works, with_confidence=with_confidence)
 
     monkeypatch.setattr(BlockProposer, "propose", spied)
-    sequences, _ = sampled(HOT, policy=policy, verification="speculative")
+    sequences, _ = sampled(HOT, policy=policy, verification="rejection")
     assert chi_square_p(joint_counts(sequences, V), exact_law(HOT)) < 1e-6
 
 

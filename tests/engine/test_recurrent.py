@@ -302,8 +302,8 @@ def small_pair(name: str = "qwen3_5_text") -> Pair:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(("qwen3_5_text", options) for options in ({"verification": "speculative"}, {"tree_nodes": 7})),
-        *((name, {"verification": "speculative"}) for name in ("kimi_linear", "nemotron_h")),
+        *(("qwen3_5_text", options) for options in ({"verification": "rejection"}, {"tree_nodes": 7})),
+        *((name, {"verification": "rejection"}) for name in ("kimi_linear", "nemotron_h")),
     ],
     ids=str,
 )
@@ -318,7 +318,7 @@ def test_sampled_answers_have_the_targets_distribution(name: str, options: dict[
 def test_states_that_are_not_rolled_back_change_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentStates, "keep", keep_everything)
     params = SamplingParams(temperature=1.2, max_tokens=TOKENS)
-    options: dict[str, Any] = {"verification": "speculative", "prefix_caching": False}
+    options: dict[str, Any] = {"verification": "rejection", "prefix_caching": False}
     sequences, _ = sampled(params, small_pair(), seeds=800, **options)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params, small_pair())) < 1e-6
 

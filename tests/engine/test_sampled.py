@@ -69,7 +69,7 @@ def drafted(verification: str) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verification", ["speculative", "match"])
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
 @pytest.mark.parametrize("options", VARIANTS)
 def test_a_seed_gives_the_same_tokens_under_any_scheduling(
     pair: Pair, verification: str, options: dict[str, Any]
@@ -184,10 +184,10 @@ def sampled(
 @pytest.mark.parametrize(
     ("params", "options"),
     [
-        ({}, {"verification": "speculative"}),
-        ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "speculative"}),
-        ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "speculative", "on_device": True}),
-        ({}, {"verification": "match"}),
+        ({}, {"verification": "rejection"}),
+        ({"top_p": 0.9, "temperature": 1.3, "draft_temperature": 0.7}, {"verification": "rejection"}),
+        ({"temperature": 1.2, "draft_temperature": 0.8}, {"verification": "rejection", "on_device": True}),
+        ({}, {"verification": "coupled"}),
         ({"top_k": 4}, {"denoising_steps": 3, "denoising_threshold": 0.3}),
         ({"top_p": 0.9, "draft_temperature": 0.6}, {"tree_nodes": 12}),
     ],
@@ -209,7 +209,7 @@ def test_a_biased_proposal_is_seen_end_to_end(monkeypatch: pytest.MonkeyPatch, o
     """Greedy drafts scored softly."""
     monkeypatch.setattr(choose, "propose_sampled", soft_scored)
     params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
-    sequences, _ = sampled(params, verification="speculative", on_device=on_device)
+    sequences, _ = sampled(params, verification="rejection", on_device=on_device)
     assert chi_square_p(joint_counts(sequences, V), exact_law(params)) < 1e-6
 
 
@@ -252,13 +252,13 @@ def law_with_head(params: SamplingParams, kind: str = "residual", **options: Any
 @pytest.mark.parametrize(
     ("kind", "options", "more"),
     [
-        ("residual", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("residual", {"verification": "speculative"}, {"top_p": 0.9, "draft_temperature": 2.0}),
+        ("residual", {"verification": "rejection"}, {"draft_temperature": 0.6}),
+        ("residual", {"verification": "rejection"}, {"top_p": 0.9, "draft_temperature": 2.0}),
         ("residual", {"tree_nodes": 6}, {"draft_temperature": 0.8}),
-        ("markov", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("dspark", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("selector", {"verification": "speculative"}, {"draft_temperature": 0.6}),
-        ("domino", {"verification": "speculative"}, {"draft_temperature": 0.6}),
+        ("markov", {"verification": "rejection"}, {"draft_temperature": 0.6}),
+        ("dspark", {"verification": "rejection"}, {"draft_temperature": 0.6}),
+        ("selector", {"verification": "rejection"}, {"draft_temperature": 0.6}),
+        ("domino", {"verification": "rejection"}, {"draft_temperature": 0.6}),
     ],
 )
 def test_the_law_with_a_sequential_head_is_the_targets(
@@ -285,7 +285,7 @@ def scored_as_after_the_anchor(after: Transitions, works: Works, **_: Any) -> li
 @pytest.mark.parametrize("kind", ["residual", "dspark", "selector", "domino"])
 def test_scoring_a_walk_without_its_transitions_is_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(propose.WALKS, Rule.REJECTION, scored_as_after_the_anchor)
-    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="speculative")
+    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), kind, verification="rejection")
     assert probability < 1e-6
 
 
@@ -297,7 +297,7 @@ def few_transitions(head: BoundHead, hidden: Tensor, logits: Tensor) -> tuple[Tr
 @pytest.mark.slow
 def test_drafts_of_few_tokens_have_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
-    probability, accepted = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
+    probability, accepted = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="rejection")
     assert probability > 1e-3
     assert accepted > 0.4
 
@@ -313,7 +313,7 @@ def scored_as_other_tokens(after: Transitions, works: Works, drafted: Tensor, **
 def test_distributions_over_other_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundHead, "drafted_transitions", few_transitions)
     monkeypatch.setattr(choose, "walk_sampled", scored_as_other_tokens)
-    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="speculative")
+    probability, _ = law_with_head(replace(WITH_HEAD, draft_temperature=0.6), verification="rejection")
     assert probability < 1e-6
 
 
@@ -328,7 +328,7 @@ def scored_as_others(head: BoundHead, *given: Any) -> Any:
     return tokens, probs.roll(1, dims=1), drafted
 
 
-DRAWN, ALONE = BoundHead.drawn, {"verification": "speculative", "max_running": 1, "seeded": False}
+DRAWN, ALONE = BoundHead.drawn, {"verification": "rejection", "max_running": 1, "seeded": False}
 in_c = pytest.mark.skipif(not native.is_built, reason="the library was not built")
 
 
@@ -356,7 +356,7 @@ def test_a_request_with_a_seed_is_drawn_alone_as_among_others(monkeypatch: pytes
     monkeypatch.setattr(BoundHead, "drawn", scored_as_others)
     params = replace(WITH_HEAD, draft_temperature=0.6)
     alone, together = (
-        sampled(params, tiny_with_head("residual"), 30, verification="speculative", max_running=number)[0]
+        sampled(params, tiny_with_head("residual"), 30, verification="rejection", max_running=number)[0]
         for number in (1, 30)
     )
     assert torch.equal(alone, together)

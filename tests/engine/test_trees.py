@@ -223,7 +223,7 @@ def test_what_a_tree_cannot_be_combined_with_is_refused(pair: Pair) -> None:
     for options, message in (
         ({"tree_nodes": 1}, "a tree has 2 or more, anchor included"),
         ({"tree_nodes": 8, "denoising_steps": 2}, "a tree grows from the probabilities of one draft pass"),
-        ({"tree_nodes": 8, "verification": "speculative"}, "speculative verification is biased on a tree"),
+        ({"tree_nodes": 8, "verification": "rejection"}, "rejection sampling is biased on a tree"),
     ):
         with pytest.raises(ConfigError, match=message):
             Engine(pair.target, pair.drafter, **options)

@@ -139,7 +139,7 @@ def chains(target: Any, drafter: Any, texts: list[list[int]], own: dict[str, Any
         ({}, {"max_running": 2}),
         ({}, {"num_pages": 10, "page_size": 4}),
         ({"temperature": 0.3, "seed": 3}, {"max_running": 2}),
-        ({"temperature": 0.3, "seed": 3}, {"max_running": 2, "verification": "speculative"}),
+        ({"temperature": 0.3, "seed": 3}, {"max_running": 2, "verification": "rejection"}),
         ({}, {"max_running": 2, "draft_window": 6}),
     ],
     ids=["greedy", "few pages", "matched", "speculative", "a window"],

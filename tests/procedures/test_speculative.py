@@ -36,7 +36,7 @@ def test_greedy_requests_are_drafted_for_up_to_their_end() -> None:
 
 @pytest.mark.parametrize(
     ("options", "seed", "rule"),
-    [({}, None, Rule.REJECTION), ({}, 0, Rule.COUPLED), ({"verification": "match"}, None, Rule.COUPLED)],
+    [({}, None, Rule.REJECTION), ({}, 0, Rule.COUPLED), ({"verification": "coupled"}, None, Rule.COUPLED)],
 )
 def test_sampled_requests_are_verified_as_they_were_configured(
     options: dict[str, Any], seed: int | None, rule: Rule

@@ -78,7 +78,7 @@ def test_penalties_and_seeds(pair: Pair) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_sampled_answers_follow_the_targets_law_and_a_wrong_distribution_is_seen(biased: bool) -> None:
     pair = small_pair()
-    engine = drafting(pair, 1.0, 4, 2**16, max_running=256, num_pages=2000, verification="speculative")
+    engine = drafting(pair, 1.0, 4, 2**16, max_running=256, num_pages=2000, verification="rejection")
     check_law(engine, pair, biased=biased)
 
 

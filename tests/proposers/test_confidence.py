@@ -138,7 +138,7 @@ def test_answers_that_are_cut_by_it_follow_the_targets_law_unless_it_knows_the_t
         page_size=4,
         num_pages=2000,
         max_running=256,
-        verification="speculative",
+        verification="rejection",
     )
     if biased:
         engine.core.proposer = LooksAtItsToken(block_proposer(engine).model, engine.config)

@@ -179,7 +179,7 @@ def test_penalties_and_seeds(pair: Pair, tmp_path: Path) -> None:
 def test_sampled_answers_follow_the_targets_law_and_a_wrong_distribution_is_seen(tmp_path: Path, biased: bool) -> None:
     pair = small_pair()
     eagle.write(tmp_path, eagle.config(vocab_size=V, draft_vocab_size=V), eagle.tensors(vocab=V))
-    engine = drafting(pair, tmp_path, max_running=256, num_pages=2000, verification="speculative")
+    engine = drafting(pair, tmp_path, max_running=256, num_pages=2000, verification="rejection")
     check_law(engine, pair, biased=biased)
 
 

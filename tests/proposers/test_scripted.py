@@ -160,7 +160,7 @@ SAMPLED: list[tuple[Script, float]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "least"), SAMPLED)
-@pytest.mark.parametrize("verification", ["speculative", "match"])
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
 def test_whatever_is_drafted_sampled_answers_have_the_targets_distribution(
     monkeypatch: pytest.MonkeyPatch, script: Script, least: float, verification: str
 ) -> None:
@@ -191,8 +191,8 @@ def test_a_script_may_know_the_noise_where_tokens_are_compared(monkeypatch: pyte
         uniforms = [request.noise.uniforms(Purpose.TARGET, request.length + i, 1)[0] for i in range(2)]
         return [int(uniform * V) for uniform in uniforms] if uniforms[0] < 0.5 else []
 
-    sequences, accepted = sampled(peek, monkeypatch, verification="speculative")
-    plain, _ = sampled(lambda work: [], monkeypatch, verification="speculative")
+    sequences, accepted = sampled(peek, monkeypatch, verification="rejection")
+    plain, _ = sampled(lambda work: [], monkeypatch, verification="rejection")
     assert torch.equal(sequences, plain)
     assert accepted > 0.1
 
@@ -222,7 +222,7 @@ def test_a_script_with_a_distribution_that_looks_at_the_noise_of_verification_is
     monkeypatch: pytest.MonkeyPatch, purpose: Purpose
 ) -> None:
     """Drawn by noise of its own a draft is lossless; by the noise that accepts it, or draws what replaces it, it is not."""
-    sequences, accepted = sampled(Scored(purpose), monkeypatch, verification="speculative")
+    sequences, accepted = sampled(Scored(purpose), monkeypatch, verification="rejection")
     probability = chi_square_p(joint_counts(sequences, V), exact_law(HOT))
     assert probability > 1e-3 if purpose is Purpose.DRAFT else probability < 1e-6
     assert accepted > 0.1

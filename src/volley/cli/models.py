@@ -35,7 +35,8 @@ class ModelOptions:
     """Target: folder, hub name or GGUF file; by default the bundled one. reference-diffusion is the bundled diffusion model."""
     drafter: str | None = None
     """Drafter: folder or GGUF file, or 'none' to draft by prompt lookup alone; by default the bundled one of the target, if
-    there is one: reference (also -dflash and -markov), and smollm2-135m for SmolLM2-135M and its fine-tunes."""
+    there is one: reference (also -dflash and -markov), and smollm2-135m and qwen2.5-coder-0.5b for these models and
+    their fine-tunes."""
     dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     """Data type of both models."""
     device: str = "auto"

@@ -108,7 +108,7 @@ def label_all(
     """Label every prompt at every temperature, ``batch`` prompts at a time; ``options.labels`` is written after each."""
     engine.procedures.write_causally()
     # Sampled requests without a seed, as most are, are verified by this rule.
-    engine.reconfigure(replace(engine.config, verification="speculative"))
+    engine.reconfigure(replace(engine.config, verification="rejection"))
     conversations = [c for source in options.prompts for c in load_prompts(source, options.data_dir, options.limit)]
     random.Random(options.seed).shuffle(conversations)
     prompts = [engine.encode(list(conversation.messages), thinking=options.thinking) for conversation in conversations]

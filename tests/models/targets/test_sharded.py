@@ -67,7 +67,7 @@ CASES = {
     "preemption": Case({"policy": "fixed", "page_size": 4, "num_pages": 16, "max_batch_tokens": 20}),
     "prefix hits": Case({"policy": "fixed", "page_size": 4}, rounds=2),
     "a seed": Case({"policy": "fixed"}, SAMPLED),
-    "speculative sampling": Case({"policy": "fixed", "verification": "speculative"}, SAMPLED),
+    "speculative sampling": Case({"policy": "fixed", "verification": "rejection"}, SAMPLED),
     "8-bit K/V": Case({"policy": "fixed", "kv_dtype": "int8"}),
 }
 
