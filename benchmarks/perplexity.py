@@ -1,9 +1,9 @@
 """Perplexity and memory of a target by the kind of its weights, and of GGUF files; where llama.cpp is built, its own figures too.
 
-Texts are joined and cut into chunks as llama-perplexity cuts them: each chunk is read alone, and its second half is scored. What
-still differs: llama.cpp cuts text into tokens by the tokenizer of the file, begins chunks with a BOS token where that asks for
-one, and keeps K and V in fp16. Every row is a process of its own. Peaks: that of volley is of loading and one token, that of
-llama.cpp includes the logits of its batches.
+Texts are joined and cut into chunks as llama-perplexity cuts them: each chunk is read alone, and its second half is scored. If
+the tokenizer adds a BOS token, it replaces a chunk's first token. Two things differ: llama.cpp cuts text into tokens by the
+tokenizer of the file, and keeps K and V in fp16. Every row is a process of its own. Peaks: that of volley is of loading and one
+token, that of llama.cpp includes the logits of its batches.
 
 python -m benchmarks.perplexity DIR/gsm8k_test.jsonl
 python -m benchmarks.perplexity DIR/gsm8k_test.jsonl --target runs/llama-cpp/pair-0.6b/target --llama bf16,q8_0,q4_0
@@ -42,16 +42,22 @@ class Figures(NamedTuple):
 
 
 def perplexity(engine: "Engine", token_ids: Sequence[int], chunk: int) -> tuple[float, int]:
-    """Return the perplexity of the second halves of all whole chunks, and the number of their tokens."""
+    """Return the perplexity of the second halves of all whole chunks, and the number of their tokens.
+
+    A BOS token replaces each chunk's first token if the tokenizer adds one.
+    """
     import torch
 
     from volley.memory.batch import RaggedBatch, Segment
     from volley.memory.kv_cache import BlockTable
 
     loss, count = 0.0, 0
+    added = engine.tokenizer.encode("")[:1]
+    begins = added if added == [engine.tokenizer.bos_token_id] else []
     rows = torch.arange(chunk // 2, chunk - 1)
     for first in range(0, len(token_ids) - chunk + 1, chunk):
-        tokens, table = torch.tensor(token_ids[first : first + chunk]), BlockTable(engine.core.pool.page_size)
+        own = [*begins, *token_ids[first + len(begins) : first + chunk]]
+        tokens, table = torch.tensor(own), BlockTable(engine.core.pool.page_size)
         assert engine.core.pool.grow(table, chunk), "nothing else uses the pool"
         with torch.inference_mode():
             logits = engine.target.forward(

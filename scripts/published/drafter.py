@@ -51,7 +51,7 @@ MODELS = {
     "qwen2.5-coder-0.5b": Published(
         "Qwen2.5-Coder-0.5B-Instruct",
         "Qwen",
-        {"num_layers": 2, "intermediate_size": 1024, "taps": (1, 11, 21)},
+        {"num_layers": 3, "intermediate_size": 512, "taps": (1, 11, 21)},
         "Q4_K_M",
     ),
 }

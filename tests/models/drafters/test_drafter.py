@@ -219,13 +219,18 @@ def test_bf16_pairs_draft_too() -> None:
     assert block_proposer(engine).model.store.keys[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("layers", "has_drafter"), [(30, True), (29, False)])
-def test_a_target_of_a_published_shape_has_a_bundled_drafter(tmp_path: Path, layers: int, has_drafter: bool) -> None:
-    sizes = {"hidden_size": 576, "num_hidden_layers": layers, "vocab_size": 49_152}
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [((576, 30, 49_152), "smollm2-135m"), ((576, 29, 49_152), None), ((896, 24, 151_936), "qwen2.5-coder-0.5b")],
+)
+def test_a_target_of_a_published_shape_has_a_bundled_drafter(
+    tmp_path: Path, shape: tuple[int, int, int], name: str | None
+) -> None:
+    sizes = dict(zip(("hidden_size", "num_hidden_layers", "vocab_size"), shape, strict=True))
     LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    assert bundled_drafter(tmp_path) == ("smollm2-135m" if has_drafter else None)
+    assert bundled_drafter(tmp_path) == name
     said = diagnose(tmp_path).facts["drafts by default"]
-    assert said == ("the bundled drafter smollm2-135m" if has_drafter else "prompt lookup")
+    assert said == (f"the bundled drafter {name}" if name else "prompt lookup")
 
 
 @pytest.mark.parametrize("given", [{}, {"policy": "plain"}, {"block_size": 1}, {"drafter": None}])
