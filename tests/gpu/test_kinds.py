@@ -156,7 +156,7 @@ def test_tokens_are_the_cpus_and_waits_are_few(name: str, monkeypatch: pytest.Mo
         assert (passes is None or not passes.num_graphs) == (name in BY_OPERATION)
     assert waits or kind.params.diffusion is not None
     if kind.params.prompt_logprobs:
-        assert all(len(own.prompt_logprobs) == own.num_prompt - 1 for own in requests)
+        assert all(len(own.prompt_scores) == own.num_prompt - 1 for own in requests)
 
 
 def test_forced_tokens_beside_drawn_ones_mix_no_devices() -> None:
