@@ -142,8 +142,8 @@ def measure(target: str, drafter: Path, held_out: Path) -> dict[str, Any]:
 def bundle(name: str, drafter: Path, report: dict[str, Any], out: Path) -> None:
     """Copy the drafter, and write its card from the record of its making."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        write_atomically(out / name, (drafter / name).read_bytes())
+    for file in ("config.json", "model.safetensors"):
+        write_atomically(out / file, (drafter / file).read_bytes())
     config = json.loads((out / "config.json").read_text())
     rows = []
     for row in report["rows"]:

@@ -231,6 +231,7 @@ def test_a_cycle_teaches_both_tables_and_the_ledger() -> None:
     for _ in range(10):
         costs.learn((4, 1), (4, 1), (1.5, 1.0), made=1)
     assert costs.ledger.is_spent
+    assert not costs.lookup_ledger.is_spent, "a drafter's losses are not prompt lookup's"
     assert costs.draft(4, 1) > 0.52, "the last drafts took three times as long"
     for _ in range(1000):
         costs.learn((0, 0), (1, 1), (0.0, 1.0), made=1)

@@ -282,15 +282,19 @@ def test_those_who_end_with_their_next_token_keep_nobody_from_a_plan() -> None:
     assert np.mean(np.array(drafted[100:]) > 0) < 0.2, "drafts that do not pay are dropped"
 
 
-def test_while_drafts_have_lost_too_much_nothing_is_drafted_or_copied() -> None:
+def test_while_drafts_have_lost_too_much_prompt_lookup_alone_drafts_until_it_loses_too() -> None:
     policy = goodput(token=0.0)
     simulate(policy, 2, 100, sure=0.9)
     assert policy.costs is not None
     ledger, sure = policy.costs.ledger, [n / (n + 1) for n in range(16, 31)]
-    while not ledger.is_spent:
-        ledger.note(1.0, 2.0, 2.0, 1.0)
-    for _ in range(50):
-        assert all(spec.size == 0 for spec in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))
-    while ledger.is_spent:
+    for own, uses_lookup in ((ledger, True), (policy.costs.lookup_ledger, False)):
+        while not own.is_spent:
+            own.note(1.0, 2.0, 2.0, 1.0)
+        for _ in range(50):
+            specs = policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2)
+            assert [spec.size > 0 for spec in specs] == [uses_lookup, False]
+            assert not any(spec.positions for spec in specs)
+    while ledger.is_spent or policy.costs.lookup_ledger.is_spent:
         ledger.note_plain(1.0, 1.0)
+        policy.costs.lookup_ledger.note_plain(1.0, 1.0)
     assert all(spec.size > 0 for spec in policy.decide(views([7] * 2, found=[sure, []], max_nodes=0), 2))

@@ -180,7 +180,7 @@ class Costs:
     ) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
-        self.ledger = Ledger()
+        self.ledger, self.lookup_ledger = Ledger(), Ledger()  # drafts of the drafter, and prompt lookup alone
         self._plain = 0, 0.0  # requests of the last plain step, and its last expected seconds
 
     def rehearse(self, most: int) -> None:
@@ -222,11 +222,14 @@ class Costs:
         last, before = self._plain
         now = self.target.rough(last, last) if before else 0.0
         if now:
-            self.ledger.note_change(now / before)
+            for ledger in (self.ledger, self.lookup_ledger):
+                ledger.note_change(now / before)
             self._plain = last, now
         if not drafted[1] and tokens == requests:
             self._plain = requests, plain
-            self.ledger.note_plain(passing, plain)
+            for ledger in (self.ledger, self.lookup_ledger):
+                ledger.note_plain(passing, plain)
         else:
             expected = self.target.rough(*verified) + (self.draft.rough(*drafted) if drafted[1] else 0.0)
-            self.ledger.note(made / requests, drafting + passing, expected, plain)
+            ledger = self.ledger if drafted[1] else self.lookup_ledger
+            ledger.note(made / requests, drafting + passing, expected, plain)

@@ -115,8 +115,9 @@ class Goodput(Policy):
             self._note_new(views)
         plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
-            plan, is_probe = _NOTHING, True
-        specs, budget = list[DraftSpec](), 0 if is_probe else self._review.lookup_budget
+            plan, is_probe = _NOTHING, False
+        specs, no_lookup = list[DraftSpec](), is_probe or self.costs.lookup_ledger.is_spent
+        budget = 0 if no_lookup else self._review.lookup_budget
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             confidence = view.lookup_confidence[:budget]
             num_lookup = self._num_lookup_tokens(view.request_id, kind, confidence) if confidence else 0
