@@ -44,15 +44,21 @@ class Published:
     """What its training changes of ``RECIPE``."""
     file: str
     """What its card says of the GGUF file."""
+    elsewhere: str
+    """What its card says of other programs."""
 
 
+_RUNS_ELSEWHERE = """\
+Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM
+(`tests/llamacpp`, `tests/vllm`)."""
 MODELS = {
-    "smollm2-135m": Published("SmolLM2-135M-Instruct", "HuggingFaceTB", {"num_layers": 4}, "Q4_1"),
+    "smollm2-135m": Published("SmolLM2-135M-Instruct", "HuggingFaceTB", {"num_layers": 4}, "Q4_1", _RUNS_ELSEWHERE),
     "qwen2.5-coder-0.5b": Published(
         "Qwen2.5-Coder-0.5B-Instruct",
         "Qwen",
         {"num_layers": 3, "intermediate_size": 512, "taps": (1, 11, 21)},
         "Q4_K_M",
+        "llama.cpp runs no drafter beside a Qwen 2 model.",
     ),
 }
 TEMPERATURES = (0.0, 1.0)
@@ -63,8 +69,7 @@ CARD = """\
 
 A DFlash drafter with a Markov head of rank {rank} for {target}, from its GGUF file or its folder: {layers} layers,
 block size {block}, target layers {taps}, bf16, {megabytes:.1f} MB. It serves only this target. `--drafter {name}` names it.
-Exported, it drafts in llama.cpp what it drafts here; with volley's plugin it does so in vLLM
-(`tests/llamacpp`, `tests/vllm`).
+{elsewhere}
 
 The drafter began as the target's last layers and learnt in {steps} steps from {tokens:.2f} M tokens of the target's own responses
 ({answers}; repeats count), {made}. `scripts/published/drafter.py` makes one again.
@@ -156,6 +161,7 @@ def bundle(name: str, drafter: Path, report: dict[str, Any], out: Path) -> None:
         target=model.target,
         maker=model.maker,
         file=model.file,
+        elsewhere=model.elsewhere,
         rank=config["head"]["rank"],
         layers=config["num_hidden_layers"],
         block=config["block_size"],
