@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from volley.files import write_atomically
+from volley.prompts import read_jsonl
 
 SIGNATURE = re.compile(r"(\s*def .*?\)\s*(?:->.*?)?:)\n", re.S)
 COMPLETE = (
@@ -51,7 +52,7 @@ COMMAND = (
 
 
 def rows(data: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for _, row in read_jsonl(data / f"{name}.jsonl")]
 
 
 def about_function(row: dict[str, Any], chance: random.Random) -> str | None:

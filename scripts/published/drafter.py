@@ -16,7 +16,7 @@ import torch
 
 from volley import Engine, SamplingParams
 from volley.bench.run import without_drafter
-from volley.files import write_atomically
+from volley.files import PUBLISHED_DRAFTERS, write_atomically
 from volley.train.data import asked, read_rows
 from volley.train.loop import train
 from volley.train.options import TrainConfig
@@ -218,8 +218,7 @@ def main() -> None:
         }
         measured = measure(str(given.gguf), drafter, work / "held-out.jsonl")
         write_atomically(record, json.dumps(facts | measured, indent=2) + "\n")
-    out = given.out or Path(__file__).parents[2] / "src/volley/reference" / given.name
-    bundle(given.name, run / "drafter", json.loads(record.read_text()), out)
+    bundle(given.name, run / "drafter", json.loads(record.read_text()), given.out or PUBLISHED_DRAFTERS[given.name])
 
 
 if __name__ == "__main__":

@@ -135,9 +135,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one cycle of every scheduled request. Return the requests that ended."""
         self._timings, core = Timings(), self.core  # no seconds, if this step gives way to a prompt
-        step = core.scheduler.schedule(
-            core.pacing, core.async_launch.serves
-        )  # who takes part, and with how many draft tokens
+        step = core.scheduler.schedule(core.pacing, core.async_launch.serves)  # who takes part, and with what drafts
         if not step.works:
             return []
         core.kv_manager.prepare(step)  # make the deferred draft K/V, if anything drafts

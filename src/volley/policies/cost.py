@@ -180,7 +180,7 @@ class Costs:
     ) -> None:
         self.draft, self.target = PassCost(measure_draft), PassCost(measure_target)
         self.arrivals = arrivals or Arrivals()
-        self.ledger, self.lookup_ledger = Ledger(), Ledger()  # drafts of the drafter, and prompt lookup alone
+        self.ledger, self.lookup_ledger = self._ledgers = Ledger(), Ledger()  # of the drafter, and of prompt lookup
         self._plain = 0, 0.0  # requests of the last plain step, and its last expected seconds
 
     def rehearse(self, most: int) -> None:
@@ -222,12 +222,12 @@ class Costs:
         last, before = self._plain
         now = self.target.rough(last, last) if before else 0.0
         if now:
-            for ledger in (self.ledger, self.lookup_ledger):
+            for ledger in self._ledgers:
                 ledger.note_change(now / before)
             self._plain = last, now
         if not drafted[1] and tokens == requests:
             self._plain = requests, plain
-            for ledger in (self.ledger, self.lookup_ledger):
+            for ledger in self._ledgers:
                 ledger.note_plain(passing, plain)
         else:
             expected = self.target.rough(*verified) + (self.draft.rough(*drafted) if drafted[1] else 0.0)

@@ -116,8 +116,8 @@ class Goodput(Policy):
         plan, is_probe = self._choose(kinds, drafting, opens=self._opens(views))
         if self.costs.ledger.is_spent:
             plan, is_probe = _NOTHING, False
-        specs, no_lookup = list[DraftSpec](), is_probe or self.costs.lookup_ledger.is_spent
-        budget = 0 if no_lookup else self._review.lookup_budget
+        specs, uses_lookup = list[DraftSpec](), not (is_probe or self.costs.lookup_ledger.is_spent)
+        budget = self._review.lookup_budget if uses_lookup else 0
         for view, kind, size in zip(views, kinds, nodes, strict=True):
             confidence = view.lookup_confidence[:budget]
             num_lookup = self._num_lookup_tokens(view.request_id, kind, confidence) if confidence else 0

@@ -1,4 +1,4 @@
-"""Account for what drafting has gained and lost against plain decoding in wall-clock time, and limit further losses.
+"""Account for what one way to draft has gained and lost against plain decoding in wall-clock time, and limit further losses.
 
 A policy decides by estimates of costs and probabilities, and any of them may be wrong for long. The ledger's limit holds in
 any case.
@@ -16,7 +16,7 @@ class Ledger:
     """A budget of seconds. Each step adds 1 % of a plain step's time. A step that drafts also adds its gain: the time in which
     plain decoding would have made its tokens, minus its own time.
 
-    While the budget is negative everything is decoded plainly. So the total loss is at most 1 % of the time, plus
+    While the budget is negative nothing is drafted in this way. So its total loss is at most 1 % of the time, plus
     :data:`_FIRST` of the longest plain steps so far, one last step, and earlier gains. The budget is wide, because a draft's
     gain is random: a drafter that gains a tenth would soon exhaust a small budget. It counts seconds instead of steps, because
     steps of many requests are longer, and gains of a few requests must not pay for as many of them.
@@ -29,7 +29,7 @@ class Ledger:
 
     @property
     def is_spent(self) -> bool:
-        """True if nothing should be drafted now."""
+        """True if nothing should be drafted in this way now."""
         return self._budget < 0
 
     def note_change(self, factor: float) -> None:

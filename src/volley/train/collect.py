@@ -296,7 +296,7 @@ class BatchGenerator(Protocol):
 
 
 class EngineSource:
-    """Source that answers with the engine, ``batch`` conversations at a time. Those with turns left join the next batch."""
+    """Source that answers with the engine, ``batch`` conversations at a time; unfinished ones join the next batch."""
 
     def __init__(
         self,

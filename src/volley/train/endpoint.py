@@ -34,7 +34,7 @@ class EndpointSource:
     """Requests in flight."""
     retries: int = 6
     backoff_seconds: float = 1.0
-    """Delay before the first retry. It doubles with each retry, with jitter, up to a minute."""
+    """Delay before the first retry. Each retry doubles the delay, with jitter, up to a minute."""
     timeout_seconds: float = 600.0
     name: str = field(init=False)
     chat_template: str | bool = field(init=False, default=True)

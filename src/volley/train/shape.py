@@ -28,11 +28,11 @@ _UNUSED_NAME = re.compile(r"reserved|unused", re.IGNORECASE)
 def choose_mask_token(
     tokenizer: PreTrainedTokenizerBase, embedding: Tensor, documents: Iterable[Document], explicit: int | None
 ) -> int:
-    """Choose the token that marks empty slots. It has a row in the target's ``embedding [V, H]``.
+    """Choose the token that marks empty slots: one with a row in the target's ``embedding [V, H]``.
 
     In order of preference: the one asked for, the tokenizer's mask token or one named like it, an embedding row beyond the
     tokenizer's vocabulary, a reserved or unused special token, or the rarest token of the data. A text token is lossless too,
-    because masks occur only in drafts. It may also be an anchor, which is always the first of its block.
+    because masks occur only in drafts. An anchor may be this token too, since an anchor is always the first of its block.
     """
     rows = len(embedding)
     used = torch.zeros(rows, dtype=torch.long)
