@@ -1,6 +1,8 @@
+import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +18,7 @@ from tests.models.gguf import files
 from tests.models.gguf.converted import random_model
 from tests.quantised import edit_config
 from volley.cli import app, main
+from volley.cli.generate import _model_and_prompt
 from volley.cli.models import ModelOptions, _go_offline, load_engine
 from volley.engine.engine import Engine
 from volley.errors import CheckpointError, ConfigError, InputError, UnsupportedModelError
@@ -75,6 +78,11 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("generate",), "there is no prompt"),
         (("generate", ""), "the prompt is empty"),
         (("generate", "say", "hello"), "'say' names no model"),
+        (
+            ("generate", "reference-diffusion", "say", "hello"),
+            "2 words follow reference-diffusion; put the prompt in quotes",
+        ),
+        (("generate", "caf\udce9"), "the prompt is not valid Unicode"),
         (("generate", "reference-diffusion"), "reference-diffusion is a model; give a prompt behind it"),
         (("generate", "o/n", "hello", "--target", "o/m"), "two targets are given, o/n and o/m"),
         (("chat", "o/n", "--target", "o/m"), "two targets are given, o/n and o/m"),
@@ -118,8 +126,11 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "http://x", "--target", "t"), "leave --target"),
         (("collect", "--prompts", "p", "--out", "o", "--endpoint", "x"), "'x' is not a URL"),
         (("export", "d", "--to", "zlab", "--out", "d"), "out is the drafter's own folder d"),
-        (("export", "d", "--to", "zlab", "--out", "o"), "d/config.json does not exist"),
-        (("export", "d", "--to", "zlab", "--out", "o", "--with-embeddings"), "name it as target"),
+        (
+            ("export", "d", "--to", "zlab", "--out", "o"),
+            "there is no drafter d; give a folder, a GGUF file or one of reference",
+        ),
+        (("export", "d", "--to", "zlab", "--out", "o", "--with-embeddings"), "give target (--target MODEL)"),
         (("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9"), "give both or neither"),
         (
             ("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9", "--data", "f", "--target", "/no"),
@@ -146,6 +157,23 @@ def test_errors_are_one_line(
     assert errors.startswith("volley: ")
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        errors = failure(monkeypatch, capsys, "serve", "/no/model", "--port", str(port))
+    assert f"127.0.0.1:{port} cannot be listened on" in errors
+    assert "--port" in errors
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Say hello.\nTwice.\n"))
+    assert _model_and_prompt(["reference-diffusion", "-"]) == ("reference-diffusion", "Say hello.\nTwice.")
 
 
 @pytest.mark.slow

@@ -27,6 +27,19 @@ def test_an_unknown_field_names_the_nearest_known_one(kind: Any, wrong: str, rig
         kind(**{wrong: 1})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": "5"}, "max_tokens is '5'; it must be a number"),
+        ({"temperature": "0.5"}, "temperature is '0.5'; it must be a number"),
+        ({"logprobs": 3}, "logprobs is 3; it must be True or False; top_logprobs asks for alternatives"),
+    ],
+)
+def test_values_of_another_type_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**given)
+
+
 def test_copies_are_checked_too_and_known_fields_pass() -> None:
     params = replace(SamplingParams(max_tokens=3), top_k=5)
     assert (params.max_tokens, params.top_k) == (3, 5)

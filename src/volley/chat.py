@@ -4,7 +4,7 @@ A base model has no chat template. It receives the text of a single user message
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +32,8 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a string or of chat messages through the chat template; a list of token ids is returned
     unchanged."""
+    if not isinstance(prompt, Sequence):
+        raise InputError(f"a prompt is a string, a list of token ids, or a list of chat messages, not {prompt!r}")
     if prompt and all(isinstance(part, int) for part in prompt):
         return list(cast(Sequence[int], prompt))
     is_chat = not isinstance(prompt, str) and all(isinstance(part, Mapping) for part in prompt)
@@ -44,8 +46,16 @@ def encode_prompt(
     if is_chat:
         check_template(tokenizer, thinking)
         return encode_chat(tokenizer, cast(Sequence[Message], prompt), thinking=thinking)
-    token_ids = list(tokenizer(prompt)["input_ids"])
-    if not token_ids:
+    return _tokenized(str(prompt), lambda: tokenizer(prompt)["input_ids"])
+
+
+def _tokenized(text: str, tokenize: Callable[[], Sequence[int]]) -> list[int]:
+    """Return the token ids of ``text``; an error if it is empty, or no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError("the prompt is not valid Unicode: it has a lone surrogate; send text in UTF-8") from None
+    if not (token_ids := list(tokenize())):
         raise InputError("the prompt is empty; give at least one token to continue from")
     return token_ids
 
@@ -177,10 +187,8 @@ def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
 ) -> list[int]:
     """Return the token ids of ``messages`` with the opening of the assistant's answer."""
-    token_ids = tokenize_rendered(tokenizer, render_chat(tokenizer, messages, thinking=thinking))
-    if not token_ids:
-        raise InputError("the prompt is empty; give at least one token to continue from")
-    return token_ids
+    text = render_chat(tokenizer, messages, thinking=thinking)
+    return _tokenized(text, lambda: tokenize_rendered(tokenizer, text))
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", stop_token_ids: set[int]) -> int | None:

@@ -105,6 +105,12 @@ _LEAST: dict[str, float] = {
 }
 
 
+_NUMBERS = (
+    *("temperature", "top_k", "top_p", "min_p", "max_tokens", "top_logprobs", "prompt_logprobs", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "draft_temperature", "priority"),
+)
+
+
 @names_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -163,6 +169,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._take_numbers()
+        for name in _NUMBERS:
+            if not isinstance(value := getattr(self, name), Real | None):
+                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be a number")
         diffusion: object = self.diffusion
         if isinstance(diffusion, Mapping):
             object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
@@ -176,6 +185,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or a positive count"),
             ("stop", all(self.stop), "non-empty strings"),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False; top_logprobs asks for alternatives"),
             ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "None, 0 or a positive count"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),

@@ -169,7 +169,7 @@ def test_settings_of_drafters_are_refused_without_one_and_change_nothing(pair: P
 def test_all_of_them_are_named_at_once_and_a_proposer_reads_them(pair: Pair) -> None:
     told = "denoising_steps, draft_window, draft_weights: only a drafter.* leave them out .passes over a canvas are max_steps"
     with pytest.raises(ConfigError, match=told):
-        Engine.from_pretrained(pair.target, drafter=None, denoising_steps=2, draft_window=8, draft_weights="int8")
+        Engine.from_pretrained(pair.target, drafter="none", denoising_steps=2, draft_window=8, draft_weights="int8")
     assert (
         Engine(pair.target, proposer=ScriptedProposer(lambda work: [], 4), denoising_steps=2).config.denoising_steps
         == 2

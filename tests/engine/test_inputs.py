@@ -61,6 +61,8 @@ def test_every_prompt_may_have_its_own_parameters(engine: Engine) -> None:
         ([1, 260], "token id 260 is outside the target's vocabulary of 260"),
         ([1, -1], "token id -1 is outside"),
         ([1, "a"], "this is a mixture"),
+        ("caf\udce9", "not valid Unicode: it has a lone surrogate"),
+        ([{"role": "user", "content": "caf\udce9"}], "not valid Unicode: it has a lone surrogate"),
         ([[1, "a"]], "this is a mixture"),
         ([{"role": "user", "content": "x"}, 3], "this is a mixture"),
         ([{"role": "user"}], r"a chat message has 'role' and 'content'; this one has \['role'\]"),
@@ -75,6 +77,12 @@ def test_bad_prompts(engine: Engine, prompt: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         next(engine.stream(prompt[0] if isinstance(prompt, list) and isinstance(prompt[0], list) else prompt, PARAMS))
     assert not engine.core.scheduler.has_work
+
+
+def test_a_prompt_that_is_none(engine: Engine) -> None:
+    for answer in (lambda: engine.generate([None], PARAMS), lambda: next(engine.stream(None, PARAMS))):  # type: ignore[list-item, arg-type]
+        with pytest.raises(InputError, match="a list of token ids, or a list of chat messages, not None"):
+            answer()
 
 
 def test_text_needs_a_tokenizer_and_a_chat_of_turns_a_template(pair: Pair, engine: Engine) -> None:

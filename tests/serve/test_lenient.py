@@ -48,7 +48,7 @@ def strict(tiny: Tiny) -> Iterator[Running]:
         (
             "chat/completions",
             {**CHAT, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "x": 1}}},
-            ["x"],
+            ["x", "tools"],
         ),
         (
             "chat/completions",
@@ -61,7 +61,7 @@ def strict(tiny: Tiny) -> Iterator[Running]:
                     "y": 1,
                 },
             },
-            ["y"],
+            ["y", "tools"],
         ),
         ("responses", {"input": [{**USER, "mood": 1}], "max_output_tokens": 2}, ["mood"]),
         ("completions", {"prompt": "Hello", "max_tokens": 2, "a,b\r\nc: \u00e9": 1, "": 1}, ["a?b??c:??", "?"]),

@@ -60,9 +60,11 @@ def server(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         yield server
 
 
+CALLING: dict[str, Any] = {"model": MODEL, "messages": CHAT, "tools": [WEATHER, TIME], "max_tokens": 300, "seed": 1}
+
+
 def ask(client: OpenAI, **body: Any) -> Any:
-    asked = {"model": MODEL, "messages": CHAT, "tools": [WEATHER, TIME], "max_tokens": 300, "seed": 1, **body}
-    return client.chat.completions.create(**asked)
+    return client.chat.completions.create(**{**CALLING, **body})
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -443,7 +445,9 @@ def test_a_model_without_a_format_calls_when_it_is_forced_to(tiny: Tiny, tmp_pat
         with pytest.raises(openai.BadRequestError, match="answer-format") as error:
             ask(client)
         assert error.value.param == "tools"
-        (choice,) = ask(client, tool_choice=NAMED).choices
+        answer = client.chat.completions.with_raw_response.create(**CALLING, tool_choice=NAMED)
+        assert answer.headers["x-volley-ignored"] == "tools"  # the template shows them to no model
+        (choice,) = answer.parse().choices
         validate(json.loads(choice.message.tool_calls[0].function.arguments), SCHEMA)
         response = server.chat("x", thinking_token_budget=3)
         assert response.status_code == 400

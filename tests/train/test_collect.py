@@ -163,6 +163,7 @@ def test_an_answer_has_the_tokens_that_there_is_room_for(tmp_path: Path) -> None
         ({"samples": 0}, "samples is 0"),
         ({"samples": 2}, "2 samples at temperature 0 are the same text"),
         ({"temperatures": ()}, "temperatures is empty"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
         ({"prompts": ("gsm8k",)}, "gsm8k is kept for evaluation; training datasets are gsm8k-train, mbpp-train"),
     ],
 )
@@ -265,7 +266,9 @@ def source_of(server: StubEndpoint, **options: Any) -> EndpointSource:
     return EndpointSource(server.url, **options)
 
 
-def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: Path, serve: Any) -> None:
+def test_an_endpoint_that_fails_now_and_then_still_answers_everything(
+    tmp_path: Path, serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     failures = {1: 503, 2: 429, 5: -1, 7: 500}
     server = serve(lambda n, body: failures.get(n))
     rows = [{"prompt": f"{i}"} for i in range(12)] + [{"turns": ["a", "b"]}]
@@ -273,6 +276,7 @@ def test_an_endpoint_that_fails_now_and_then_still_answers_everything(tmp_path: 
     source = source_of(server, api_key="secret", thinking=True)
     summary = collect(config, source)
     assert (summary.finished, summary.failed, summary.output_tokens) == (13, 0, 70)
+    assert any("HTTP 503" in line and "trying again" in line for line in caplog.messages)
     found = {row["messages"][0]["content"]: row for row in rows_of(config.out) if row["turn"] == row["turns"]}
     assert found["3"]["messages"][-1] == {"role": "assistant", "content": "re: 3"}
     assert [m["content"] for m in found["a"]["messages"]] == ["a", "re: a", "b", "re: b"]

@@ -82,8 +82,8 @@ def run_bench(
     if config.against and family is not None and not (family.writes_causally and engine.target.can_be_tapped):
         raise ConfigError("peers decode causal LMs, and this target's folder has none; leave --against out")
     before, drafter = engine.config, engine.drafter
-    if drafter is None and not is_diffusion and not config.policies:
-        config = replace(config, policies=(DEFAULT_POLICY,))  # the engine's default policy
+    if not (is_diffusion or config.policies or config.block_sizes):
+        config = replace(config, policies=(DEFAULT_POLICY,))  # what users run
     workload = config.load()
     cases = config.cases(drafter.config.block_size if drafter is not None else None, before)
     plain = without_drafter(engine)

@@ -1,5 +1,6 @@
 """Command ``volley generate``: answers a prompt."""
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,6 +72,8 @@ def generate(
 
 def _model_and_prompt(words: list[str]) -> tuple[str | None, str]:
     """Return the target, if one is given, and the prompt of the arguments."""
+    if len(words) > 2 and names_model(words[0]):
+        raise ConfigError(f"{len(words) - 1} words follow {words[0]}; put the prompt in quotes")
     if len(words) > 2 or (len(words) == 2 and not names_model(words[0])):
         raise ConfigError(
             f"{words[0]!r} names no model: it is no file, folder or hub name (owner/name); if it is part of the prompt, put "
@@ -82,7 +85,8 @@ def _model_and_prompt(words: list[str]) -> tuple[str | None, str]:
         raise ConfigError("there is no prompt; give one in quotes")
     if words[-1] == "":
         raise InputError("the prompt is empty; give at least one word to answer")
-    return (words[0] if len(words) > 1 else None), words[-1]
+    prompt = sys.stdin.read().rstrip("\n") if words[-1] == "-" else words[-1]
+    return (words[0] if len(words) > 1 else None), prompt
 
 
 def _compare_with_plain(engine: "Engine", asked: Any, params: SamplingParams) -> None:

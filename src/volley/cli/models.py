@@ -116,7 +116,7 @@ def load_engine(
     named = ("device", "weights", "draft_weights", "tensor_parallel")
     options: dict[str, Any] = {name: getattr(models, name) for name in named}
     if models.drafter is not None:
-        options["drafter"] = None if models.drafter == "none" else models.drafter
+        options["drafter"] = models.drafter
     dtype = getattr(torch, models.dtype)
     target: Any = models.target
     if models.long_context and models.tensor_parallel:

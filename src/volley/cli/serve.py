@@ -36,6 +36,7 @@ def serve(
     name = config.served_model_name or (
         "volley-reference" if models.target is None else Path(models.target).resolve().name
     )
+    config.check_address()
     loaded = load_engine(models, decoding, capacity)
     from volley.serve.server import serve as run  # after load_engine, because this imports transformers too
     from volley.serve.service import Service

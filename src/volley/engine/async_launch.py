@@ -30,7 +30,7 @@ from torch import Tensor
 from volley.decode.on_device import Reading, count_accepted, draft_tokens
 from volley.decode.work import Phase, Proposal, Rule, Shape, Work
 from volley.engine.pacing import Pacing
-from volley.engine.runner import Pass, Runner
+from volley.engine.runner import PassOutputs, Runner
 from volley.engine.scheduler import Scheduler
 from volley.engine.step import Step
 from volley.memory.batch import Segment
@@ -61,7 +61,7 @@ class _Launched:
     """Number of tokens in each draft."""
     drafts: list[Proposal]
     """Draft of each request; empty for plain decoding."""
-    outputs: Pass
+    outputs: PassOutputs
     run: int
     """Number of the launched pass, counted by the runner."""
 
@@ -129,7 +129,7 @@ class AsyncLaunch:
 
     def _launch_chains(
         self, step: Step, going_on: Works, guesses: Works, tokens: Tensor, segments: list[Segment]
-    ) -> Pass | None:
+    ) -> PassOutputs | None:
         """Compute the drafter's K/V of ``step``, the next drafts and their verification, laid out in ``segments`` as if none
         was accepted."""
         assert step.batch is not None
@@ -147,7 +147,7 @@ class AsyncLaunch:
         drafts = draft_tokens(guesses, tokens.device).view(len(anchors), -1)
         return self._replay(segments, torch.cat([anchors[:, None], drafts], dim=1).flatten(), accepted)
 
-    def _replay(self, segments: list[Segment], tokens: Tensor, moved: Tensor | None = None) -> Pass | None:
+    def _replay(self, segments: list[Segment], tokens: Tensor, moved: Tensor | None = None) -> PassOutputs | None:
         return self._runner.replay(segments, [0] * len(tokens), range(len(tokens)), {0: tokens}, moved)
 
     def _is_likely(self, step: Step, works: Works, size: int) -> bool:

@@ -99,7 +99,7 @@ class Engine:
         **options: Any,
     ) -> Self:
         """Load a target and its drafter. Without a ``target``, load the bundled one. Without a ``drafter``, load the bundled
-        one of this target, if there is one; ``drafter=None`` drafts by prompt lookup alone.
+        one of this target, if there is one; ``None`` or "none" drafts by prompt lookup alone.
 
         ``target`` and ``drafter`` are folders, GGUF files, hub names, names of bundled models or loaded models.
         ``device="auto"`` is the GPU if there is one.
@@ -119,6 +119,7 @@ class Engine:
             drafter = REFERENCE / "drafter"
             if target is not None:
                 drafter = None if drafts or is_plain else bundled_drafter(target)
+        drafter = None if drafter == "none" else drafter
         if drafter is None and not drafts:  # raise this error before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target, drafted = target or REFERENCE / "target", drafter is not None

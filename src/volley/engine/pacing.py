@@ -8,7 +8,7 @@ from volley.decode.work import NO_DRAFT, Phase, Work
 from volley.engine.step import Step
 from volley.policies.base import Policy
 from volley.policies.cost import Costs
-from volley.policies.pacing import conclude, trim
+from volley.policies.cycles import conclude, trim
 from volley.procedures.request import Request
 
 

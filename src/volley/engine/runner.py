@@ -23,7 +23,7 @@ from volley.models.targets.target import Target
 from volley.models.targets.traits import has_experts
 
 
-class Pass(NamedTuple):
+class PassOutputs(NamedTuple):
     """Output of a target pass over T tokens."""
 
     batch: RaggedBatch
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
         step.batch, step.logits, features = self
         step.features = features if step.unsuspended else None
 
-    def only(self, rows: Sequence[int], segments: list[Segment]) -> "Pass":
+    def only(self, rows: Sequence[int], segments: list[Segment]) -> "PassOutputs":
         """Return the outputs of ``rows``, all of which have logits, as the outputs of ``segments``."""
         batch, features = self.batch, self.features
         given = [batch.token_ids, batch.positions, self.logits, *([] if features is None else [features])]
@@ -45,7 +45,7 @@ class Pass(NamedTuple):
             indices = upload_indices(rows, self.logits.device)
             given = [own.index_select(0, indices) for own in given]
         token_ids, positions, logits, *kept = given
-        return Pass(RaggedBatch(segments, token_ids, positions), logits, kept[0] if kept else None)
+        return PassOutputs(RaggedBatch(segments, token_ids, positions), logits, kept[0] if kept else None)
 
 
 class Runner:
@@ -130,7 +130,7 @@ class Runner:
         moved: Tensor | None = None,
         *,
         may_capture: bool = True,
-    ) -> Pass | None:
+    ) -> PassOutputs | None:
         """Run a small pass in static buffers, with the arguments of :class:`StaticPasses`; return ``None`` if it does not fit.
 
         The logits are valid until the next pass.
@@ -142,7 +142,7 @@ class Runner:
             return None
         batch, (logits, *features) = found
         # Features may be read after the next pass, so they are copied.
-        return Pass(batch, logits[: len(rows)], features[0][: len(tokens)].clone() if features else None)
+        return PassOutputs(batch, logits[: len(rows)], features[0][: len(tokens)].clone() if features else None)
 
     @trimmed()
     def seconds(self, tokens: int, requests: int) -> float:

@@ -67,6 +67,8 @@ def diagnose(path: Path, target: str | None = None) -> Diagnosis:
         dtypes = ", ".join(sorted({tensor.dtype for tensor in tensors.values()}))
         found.facts["weights"] = f"{len(tensors)} tensors, {dtypes}, {size / 2**20:.1f} MiB"
     if config is not None:
+        if config.head is not None and form == "zlab":
+            found.title += ", with a sequential head that volley adds"
         config = with_stored(config, {name: tensor.shape for name, tensor in tensors.items()})
         engines = "volley, and what else reads EAGLE-3" if config.eagle else _engines(config)
         found.facts = {**_describe(config), **found.facts, "loads in": engines}

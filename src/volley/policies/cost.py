@@ -17,7 +17,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 Measure = Callable[[int, int], float]
 """Call ``measure(tokens, requests)`` for the seconds of one pass over ``tokens``, spread over ``requests``."""
 
-Pass = tuple[int, int]
+PassSize = tuple[int, int]
 """Tokens and requests of a pass."""
 
 _SIZES = [1, 8, 32, 128, 512]  # tokens of the passes that are timed; few, because answers wait during that
@@ -198,7 +198,7 @@ class Costs:
         longer: FloatArray = np.maximum(drafting, passing)
         return longer
 
-    def shares(self, drafted: Pass, verified: Pass, seconds: float) -> tuple[float, float]:
+    def shares(self, drafted: PassSize, verified: PassSize, seconds: float) -> tuple[float, float]:
         """Split the ``seconds`` of a cycle between both models as expected, because the host did not wait between their
         passes."""
         drafting = float(self.draft.expected(np.array(drafted[0]), drafted[1]))
@@ -206,7 +206,9 @@ class Costs:
         share = drafting / max(drafting + passing, 1e-9)
         return seconds * share, seconds * (1 - share)
 
-    def learn(self, drafted: Pass, verified: Pass, seconds: tuple[float, float], *, made: int, read: int = 0) -> None:
+    def learn(
+        self, drafted: PassSize, verified: PassSize, seconds: tuple[float, float], *, made: int, read: int = 0
+    ) -> None:
         """Learn from a cycle that took ``seconds`` for drafting and for the rest, and generated ``made`` tokens.
 
         The target's pass ``verified`` tokens, anchors included, and read ``read`` tokens of prompts.

@@ -245,6 +245,12 @@ def _handle_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, other)
 
 
+_NOT_SERVED = {
+    "/v1/embeddings": "embeddings are not served",
+    "/v1/responses/": "responses are not kept; send the conversation with each request",
+}
+
+
 def _explained(error: HTTPException, request: Request) -> str:
     """Explain what is wrong with a request that matched no endpoint, and what to do instead."""
     path = request.url.path[:200]
@@ -253,6 +259,8 @@ def _explained(error: HTTPException, request: Request) -> str:
             return "the body is not UTF-8; send JSON in UTF-8"
         case 400, RecursionError():
             return "the body is nested too deeply to be read; nest it less deeply"
+        case 404, _ if why := next((own for begin, own in _NOT_SERVED.items() if path.startswith(begin)), None):
+            return f"there is nothing at {path}: {why}"
         case 404, _:
             paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
             return f"there is nothing at {path}; {did_you_mean(path, paths) or '/openapi.json lists the paths'}"

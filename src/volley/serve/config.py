@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,6 +60,18 @@ class ServeConfig:
             ("max_waiting", self.max_waiting >= 0, "0 or more"),
             *((name, getattr(self, name) > 0, "more than 0") for name in positive),
         )
+
+    def check_address(self) -> None:
+        """Raise :class:`ConfigError` if the address cannot be listened on: to be told before a model is loaded."""
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.host}:{self.port} cannot be listened on ({error.strerror}); choose another --port or --host"
+            ) from None
 
 
 class ApiKeys:

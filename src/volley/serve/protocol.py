@@ -270,6 +270,10 @@ class CompletionRequest(_Request):
         "prompt_embeds": (),
         "suffix": ("",),
     }
+    remedies: ClassVar[dict[str, str]] = {
+        **_Request.remedies,
+        "suffix": "write the model's own marks into prompt, such as <|fim_prefix|>…<|fim_suffix|>…<|fim_middle|>",
+    }
     elsewhere: ClassVar[dict[str, str]] = {
         "input": "use prompt, or /v1/responses",
         "max_completion_tokens": "use max_tokens",

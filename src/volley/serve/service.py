@@ -24,6 +24,7 @@ from volley.serve.anthropic_events import MessagesDialect
 from volley.serve.calls import grammar_of_answer
 from volley.serve.config import ServeConfig
 from volley.serve.errors import ApiError, engine_dead, shutting_down
+from volley.serve.fields import IGNORED
 from volley.serve.formats import AnswerFormat, plain_calls
 from volley.serve.grammars import asked_for, compile_grammar
 from volley.serve.markers import special_tokens
@@ -222,7 +223,9 @@ class Service:
 
     def _form_of(self, body: ChatRequest, template: ChatTemplate) -> AnswerFormat | None:
         """Return the answer's format, or ``None`` for plain text. A forced call works without a format of the model's own."""
-        form = template.form
+        form, ignored = template.form, IGNORED.get()
+        if body.is_forced and not template.takes_tools and ignored is not None:
+            ignored["tools"] = "the chat template has no place for their descriptions; describe them in a message"
         if body.is_forced and (form is None or form.call is None or not form.call.is_json):
             return plain_calls(form)
         if body.offered and not body.is_forced:

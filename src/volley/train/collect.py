@@ -61,6 +61,8 @@ class CollectConfig:
             raise ConfigError("collect has no prompts; name at least one prompt file or dataset")
         if self.samples < 1:
             raise ConfigError(f"samples is {self.samples}; it must be at least 1")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not self.temperatures:
             raise ConfigError("temperatures is empty; give at least one, such as 0")
         if self.samples > 1 and not any(self.temperatures):

@@ -1,6 +1,7 @@
 """Collect answers from an OpenAI-compatible endpoint. Failed requests are repeated after a delay."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ import httpx
 
 from volley.errors import ConfigError, EndpointError
 from volley.train.collect import Answer, CollectJob, check_single
+
+log = logging.getLogger(__name__)
 
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_PROMPT = {400, 413, 422}
@@ -40,6 +43,7 @@ class EndpointSource:
     chat_template: str | bool = field(init=False, default=True)
     raw: bool = False
     """Send prompts as they are to ``/completions``: for a base model, which has no chat template."""
+    _told: str = field(init=False, default="")  # the last problem that was logged
     refusals: list[str] = field(init=False, default_factory=list)
     """Reasons why prompts were given up, for the caller to show."""
 
@@ -147,6 +151,9 @@ class EndpointSource:
                 problem = f"{self.url}: not a JSON object: {response.text[:200]!r}"
             if attempt <= self.retries:
                 pause = random.uniform(0.5, 1.0) * min(60.0, self.backoff_seconds * 2.0 ** (attempt - 1))
+                if problem != self._told:
+                    log.warning("%s; trying again", problem)
+                    self._told = problem
                 await asyncio.sleep(max(wait, pause))
         raise EndpointError(
             f"{problem} (attempt {attempt} of {attempt}); what was collected is kept: run the same command again once the "

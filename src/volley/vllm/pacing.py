@@ -6,7 +6,7 @@ from statistics import median
 from volley.decode.work import Rule, Work
 from volley.policies.base import Cycle, Policy, View
 from volley.policies.cost import Costs, Measure
-from volley.policies.pacing import trim
+from volley.policies.cycles import trim
 from volley.vllm.drafting import SlotRequest
 
 _LESSON = 8  # passes timed before a cost-weighing policy decides

@@ -294,7 +294,7 @@ def test_wrong_wishes_are_refused(tmp_path: Path, target: str) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="out is the drafter's own folder"):
         export(source, source, "zlab")
-    with pytest.raises(ConfigError, match="name it as target"):
+    with pytest.raises(ConfigError, match="give target"):
         export(source, out, "zlab", with_embeddings=True)
     with pytest.raises(ConfigError, match="draft_vocab_size is 50; it must be between 1 and 49"):
         export(source, out, "zlab", target=target, draft_vocab_size=VOCAB, counts=counts())
@@ -381,7 +381,7 @@ def test_a_trained_markov_head_and_a_reduced_vocabulary(tmp_path: Path, target: 
     assert torch.equal(two.tensors["head.markov_w2.weight"], one.tensors["head.markov_w2.weight"][kept])
     assert_equal(read_checkpoint(tmp_path / "two"), two)
     for form in ("zlab", "sglang", "transformers"):
-        with pytest.raises(ConfigError, match=r"head \(markov\) has no place there; speculators and gguf can hold it"):
+        with pytest.raises(ConfigError, match=r"head \(markov\) has no place there; speculators and gguf hold it"):
             export(source, tmp_path / "other", form, target=target)  # type: ignore[arg-type]
 
 

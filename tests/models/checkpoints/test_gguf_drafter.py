@@ -129,12 +129,12 @@ def test_a_trained_markov_head_becomes_the_tables_of_its_corrections(tmp_path: P
         torch.testing.assert_close(bias, output @ (corrected - state), rtol=0.02, atol=0.005)
         assert bias.abs().max() > 0.2
     for form in ("speculators", "gguf"):
-        with pytest.raises(ConfigError, match="becomes tables of the target's tokens; name it as target"):
+        with pytest.raises(ConfigError, match="becomes tables of the target's tokens; give target"):
             export(source, tmp_path / "other", form)  # type: ignore[arg-type]
 
 
 def test_what_has_no_place_in_the_file(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="the file names the target's tokens; name it as target"):
+    with pytest.raises(ConfigError, match="the file names the target's tokens; give target"):
         export(saved(tmp_path / "own"), tmp_path / "drafter.gguf", "gguf")
     head = saved(tmp_path / "head", head=HeadConfig(type="residual", rank=4))
     with pytest.raises(ConfigError, match=r"head \(residual\) has no place there; --drop-head .*--head markov"):

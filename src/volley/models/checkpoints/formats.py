@@ -144,6 +144,10 @@ def drafter_folder(path: Path) -> Path:
     """
     if not path.exists() and str(path) in BUNDLED_DRAFTERS:
         return BUNDLED_DRAFTERS[str(path)]
+    if len(path.parts) == 1 and not path.exists():
+        raise CheckpointError(
+            f"there is no drafter {path}; give a folder, a GGUF file or one of {', '.join(BUNDLED_DRAFTERS)}"
+        )
     inside = path / "drafter"
     return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
 
@@ -225,7 +229,7 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
             f"it has {config.untrained}, which volley reads and does not write; serve the checkpoint it came in"
         )
     elif config.head is not None and not (form in ("speculators", "gguf") and config.head.type in ("markov", "dspark")):
-        others = "" if config.head.type == "residual" else "; speculators and gguf can hold it"
+        others = "" if config.head.type == "residual" else "; speculators and gguf hold it, with --target MODEL"
         found.append(
             f"its sequential head ({config.head.type}) has no place there{others}; --drop-head exports the plain drafter, "
             "whose acceptance is lower. A head trained with --head markov can go to llama.cpp and vLLM"

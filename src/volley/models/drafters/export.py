@@ -44,7 +44,9 @@ def export(
     ``target`` is a folder or hub name: weights are copied from it, and the drafter is checked against it.
     """
     if target is None and (with_embeddings or draft_vocab_size is not None):
-        raise ConfigError("with_embeddings and draft_vocab_size copy weights of the target; name it as target")
+        raise ConfigError(
+            "with_embeddings and draft_vocab_size copy weights of the target; give target (--target MODEL)"
+        )
     if out.resolve() == drafter.resolve():
         raise ConfigError(f"out is the drafter's own folder {drafter}; choose another")
     checkpoint = read_checkpoint(drafter)
@@ -56,7 +58,7 @@ def export(
             if to_tables
             else "the file names the target's tokens"
         )
-        raise ConfigError(f"{what}; name it as target")
+        raise ConfigError(f"{what}; give target (--target MODEL)")
     drafted = checkpoint.config.draft_vocab_size
     check_weights(drafter, Drafter(checkpoint.config).state_dict(), checkpoint.tensors)
     if drop_head:

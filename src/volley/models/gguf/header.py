@@ -112,7 +112,8 @@ def _parts(data: Any, strings: StringArray) -> Iterator[bytes]:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is truncated or damaged ({error}); fetch or convert it again")
+    told = "it ends within its header" if isinstance(error, struct.error) else error
+    return CheckpointError(f"{path} is truncated or damaged ({told}); fetch or convert it again")
 
 
 class _Reader:

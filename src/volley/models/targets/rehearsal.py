@@ -13,7 +13,7 @@ from volley.memory.kv_store import KVStore, make_store
 CONTEXT = 128  # tokens of a short prompt
 _PAGE = 16  # tokens of a page: the default, because each size compiles its own kernels
 _MOST_RUNS = 8
-_LONG = 0.1  # seconds after which timing ends
+_LONG = 0.02  # seconds after which timing ends
 _ALIKE = 1.05  # two runs whose ratio is below this were not interrupted
 
 
@@ -50,7 +50,7 @@ def spread(tokens: int, requests: int) -> list[int]:
 def fastest(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest run; runs are repeated until two are about equally fast, as others may be interrupted.
 
-    The first run counts, though it may be slow. A run of a tenth of a second is not repeated. A run ends when ``device`` has
+    The first run counts, though it may be slow. A run of 20 ms is not repeated. A run ends when ``device`` has
     finished it, not when its launches return.
     """
     synchronise(device)

@@ -10,7 +10,7 @@ from volley.decode.lookup import match_confidence
 from volley.decode.tree import expand
 from volley.decode.work import DraftSpec, Proposal, Rule, Shape, Verdict, Work
 from volley.policies.base import Cycle, Policy, View
-from volley.policies.pacing import conclude, trim
+from volley.policies.cycles import conclude, trim
 from volley.procedures.request import Request
 
 TREE = expand(lattice_of(torch.randn(3, 9, generator=torch.Generator().manual_seed(0))), 8)
