@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,38 @@ def test_few_tokens_are_sorted_and_the_same_are_kept(scale: float, top_p: float,
     cut = (before >= top_p) & (before > 0)
     assert torch.equal(nucleus(probs, top_p), torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(cut, 0)))
     assert torch.equal(nucleus(probs[2:3], top_p), nucleus(probs, top_p)[2:3])
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(2, 3000),
+    top_k=st.integers(1, 40),
+    truncation=st.sampled_from([(1.0, 0.0), (0.83, 0.0), (1.0, 0.07), (0.61, 0.03)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_top_k_reads_few_parts_of_the_vocabulary(
+    seed: int, size: int, top_k: int, truncation: tuple[float, float], dtype: torch.dtype
+) -> None:
+    """bf16 logits have many ties; of equal ones all stay."""
+    logits = (3 * torch.randn(2, size, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    params = SamplingParams(temperature=0.7, top_k=top_k, top_p=truncation[0], min_p=truncation[1])
+    whole = logits.float() / 0.7
+    if top_k < size:
+        whole = whole.masked_fill(whole < whole.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
+    expected = token_probs(whole, replace(params, temperature=1.0, top_k=0))
+    found = token_probs(logits, params)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(found[1:], token_probs(logits[1:], params))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [5, 2999])
+def test_top_k_of_a_row_that_is_not_finite(wrong: float, place: int) -> None:
+    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
+    logits[0, place] = wrong
+    probs = token_probs(logits, SamplingParams(temperature=1.0, top_k=20))
+    assert probs[0].isnan().all()
+    assert int((probs[1] > 0).sum()) == 20
 
 
 def test_temperature_zero_is_the_point_mass_on_the_largest_logit() -> None:

@@ -211,15 +211,52 @@ def token_probs(logits: Tensor, params: SamplingParams, temperature: float | Non
     ``temperature`` overrides the parameters' own; 0 gives the point mass on the largest logit.
     """
     temperature = params.temperature if temperature is None else temperature
+    has_top_k = 0 < params.top_k < logits.shape[-1]
+    if has_top_k and temperature > 0 and logits.device.type == "cpu":
+        return _among_largest(logits, params, temperature)
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     if temperature != 1:
         logits = logits / temperature
-    if 0 < params.top_k < logits.shape[-1]:
+    if has_top_k:
         smallest = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    probs = logits.softmax(dim=-1)
+    return _truncated(logits.softmax(dim=-1), params)
+
+
+def _among_largest(logits: Tensor, params: SamplingParams, temperature: float) -> Tensor:
+    """Return the distributions ``[R, V]`` of ``logits`` under top-k, computed from the tokens that top-k keeps alone.
+
+    With 152k tokens that takes a quarter of the time. A row whose largest logit is not finite becomes NaN.
+    """
+    probs = torch.zeros(logits.shape)
+    for row, own in zip(logits, probs, strict=True):
+        if row.amax().isfinite():
+            places = _largest(row, params.top_k)
+            kept = (row[places].float() / temperature).softmax(dim=-1)
+            own.numpy()[places.numpy()] = _truncated(kept[None], params)[0].numpy()
+        else:
+            own.fill_(torch.nan)
+    return probs
+
+
+def _largest(row: Tensor, count: int) -> Tensor:
+    """Return the places of the ``count`` largest logits of ``row [V]``, and of those equal to the last of them.
+
+    No part of the vocabulary whose maximum is below the ``count``-th largest maximum has one of them.
+    """
+    parts = np.arange(whole := len(row) // _PART)
+    if whole > count:
+        maxima = row[: whole * _PART].view(whole, _PART).amax(dim=1).float().numpy()
+        parts = np.flatnonzero(maxima >= np.partition(maxima, -count)[-count])
+    places = np.append(parts[:, None] * _PART + np.arange(_PART), np.arange(whole * _PART, len(row)))
+    found = row[torch.from_numpy(places)].float().numpy()
+    return torch.from_numpy(places[found >= np.partition(found, -count)[-count]])
+
+
+def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
+    """Apply top-p and min-p to ``probs [R, V]``."""
     if params.top_p >= 1 and params.min_p <= 0:
         return probs
     if params.top_p < 1:
