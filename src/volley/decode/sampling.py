@@ -171,7 +171,7 @@ def race(probs: Tensor, exponentials: Tensor) -> Tensor:
     Two distributions raced with the same exponentials agree as often as shared noise allows (Gumbel coupling). This makes
     sampled drafts match sampled verification. ``[R, V]`` → ``[R]``.
     """
-    return (probs / exponentials).argmax(dim=-1)
+    return likeliest(probs / exponentials)
 
 
 def draw(weights: Tensor, uniforms: Numbers | Tensor) -> Tensor:
@@ -230,12 +230,12 @@ def _among_largest(logits: Tensor, params: SamplingParams, temperature: float) -
 
     With 152k tokens that takes a quarter of the time. A row whose largest logit is not finite becomes NaN.
     """
-    probs = torch.zeros(logits.shape)
+    probs, is_whole = torch.zeros(logits.shape), params.top_p >= 1 and params.min_p <= 0
     for row, own in zip(logits, probs, strict=True):
         if row.amax().isfinite():
             places = _largest(row, params.top_k)
             kept = (row[places].float() / temperature).softmax(dim=-1)
-            own.numpy()[places.numpy()] = _truncated(kept[None], params)[0].numpy()
+            own.numpy()[places.numpy()] = kept.numpy() if is_whole else _cut(kept[None], params)[0].numpy()
         else:
             own.fill_(torch.nan)
     return probs
@@ -256,9 +256,25 @@ def _largest(row: Tensor, count: int) -> Tensor:
 
 
 def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
-    """Apply top-p and min-p to ``probs [R, V]``."""
+    """Apply top-p and min-p to ``probs [R, V]``.
+
+    A CPU does not look at tokens below half of ``(1 - top_p) / V``, whose sum is below what top-p cuts, nor at those that min-p
+    cuts.
+    """
     if params.top_p >= 1 and params.min_p <= 0:
         return probs
+    if probs.device.type != "cpu":
+        return _cut(probs, params)
+    kept, least = torch.zeros_like(probs), (1 - params.top_p) / 2 / probs.shape[-1]
+    least *= params.top_p <= _SORTS_ALL
+    for row, own in zip(probs.numpy(), kept.numpy(), strict=True):
+        places = np.flatnonzero(~(row < max(least, params.min_p * row.max())))  # NaN stays
+        own[places] = _cut(torch.from_numpy(row[places])[None], params)[0].numpy()
+    return kept
+
+
+def _cut(probs: Tensor, params: SamplingParams) -> Tensor:
+    """Apply top-p and min-p to ``probs [R, n]`` of all tokens, or of those that may be kept."""
     if params.top_p < 1:
         probs = nucleus(probs, params.top_p)
     if params.min_p > 0:
@@ -269,19 +285,9 @@ def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Return ``probs [R, V]`` with zeros after the most likely tokens whose sum reaches ``top_p``; of equal ones the first
-    stay.
-
-    On a CPU only tokens of at least half of ``(1 - top_p) / V`` are sorted: the sum of the others is below what is cut.
-    """
-    if probs.device.type != "cpu" or top_p > _SORTS_ALL:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(_behind(ordered, top_p), 0.0))
-    kept, least = torch.zeros_like(probs), (1 - top_p) / 2 / probs.shape[-1]
-    for row, own in zip(probs, kept, strict=True):
-        places = (row >= least).nonzero()[:, 0]
-        ordered, order = row[places].sort(descending=True, stable=True)
-        own[places[order]] = ordered.masked_fill(_behind(ordered, top_p), 0.0)
-    return kept
+    stay."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(_behind(ordered, top_p), 0.0))
 
 
 def _behind(ordered: Tensor, top_p: float) -> Tensor:

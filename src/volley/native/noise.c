@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-enum { COUNTERS = 64 };
+enum { COUNTERS = 64, MANY = 1 << 15 }; /* MANY: numbers from which a second thread pays */
 
 /* Return -log(1 - u) for 0 < u < 1. The quotient corrects the rounding of the logarithm's argument. */
 static inline float waiting_time(float u) {
@@ -28,27 +28,31 @@ static inline float waiting_time(float u) {
     return lost > 0.0f ? -log * (u / lost) : u;
 }
 
-FOR_EACH_CPU void exponentials(uint64_t seed, uint64_t purpose, uint64_t position, float *out, int64_t size) {
+/* Fill the places [start, start + count) of one row, at most 4 * COUNTERS. */
+FOR_EACH_CPU static void fill(uint64_t seed, uint64_t purpose, uint64_t position, int64_t start, int64_t count, float *out) {
     uint64_t words[4 * COUNTERS];
-    for (int64_t start = 0; start < size; start += 4 * COUNTERS) {
-        for (int64_t i = 0; i < COUNTERS; i++) {
-            uint64_t first = (uint64_t)start / 4 + 1 + i, second = 0, third = position, fourth = 0;
-            uint64_t key = seed, other = purpose;
-            for (int round = 0; round < 10; round++) {
-                unsigned __int128 a = (unsigned __int128)first * 0xD2E7470EE14C6C93u;
-                unsigned __int128 b = (unsigned __int128)third * 0xCA5A826395121157u;
-                first = (uint64_t)(b >> 64) ^ second ^ key;
-                third = (uint64_t)(a >> 64) ^ fourth ^ other;
-                second = (uint64_t)b, fourth = (uint64_t)a;
-                key += 0x9E3779B97F4A7C15u, other += 0xBB67AE8584CAA73Bu;
-            }
-            words[4 * i] = first, words[4 * i + 1] = second, words[4 * i + 2] = third, words[4 * i + 3] = fourth;
+    for (int64_t i = 0; i < COUNTERS; i++) {
+        uint64_t first = (uint64_t)start / 4 + 1 + i, second = 0, third = position, fourth = 0;
+        uint64_t key = seed, other = purpose;
+        for (int round = 0; round < 10; round++) {
+            unsigned __int128 a = (unsigned __int128)first * 0xD2E7470EE14C6C93u;
+            unsigned __int128 b = (unsigned __int128)third * 0xCA5A826395121157u;
+            first = (uint64_t)(b >> 64) ^ second ^ key;
+            third = (uint64_t)(a >> 64) ^ fourth ^ other;
+            second = (uint64_t)b, fourth = (uint64_t)a;
+            key += 0x9E3779B97F4A7C15u, other += 0xBB67AE8584CAA73Bu;
         }
-        int64_t count = size - start < 4 * COUNTERS ? size - start : 4 * COUNTERS;
-        for (int64_t i = 0; i < count; i++) {
-            float u = (float)(int64_t)(words[i] >> 1) * 0x1p-63f;
-            u = u < 0x1p-63f ? 0x1p-63f : u > 0x1.fffffep-1f ? 0x1.fffffep-1f : u;
-            out[start + i] = waiting_time(u);
-        }
+        words[4 * i] = first, words[4 * i + 1] = second, words[4 * i + 2] = third, words[4 * i + 3] = fourth;
     }
+    for (int64_t i = 0; i < count; i++) {
+        float u = (float)(int64_t)(words[i] >> 1) * 0x1p-63f;
+        u = u < 0x1p-63f ? 0x1p-63f : u > 0x1.fffffep-1f ? 0x1.fffffep-1f : u;
+        out[start + i] = waiting_time(u);
+    }
+}
+
+void exponentials(uint64_t seed, uint64_t purpose, uint64_t position, float *out, int64_t size) {
+#pragma omp parallel for if (size >= MANY)
+    for (int64_t start = 0; start < size; start += 4 * COUNTERS)
+        fill(seed, purpose, position, start, size - start < 4 * COUNTERS ? size - start : 4 * COUNTERS, out);
 }
