@@ -248,10 +248,10 @@ def table(measured: Measured, kind: str, setting: Setting, loads: Mapping[str, f
     heads += ["first token, ms", "τ", "as plain", "load, s", "peak, MiB"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, own in rows.items():
-        ratios = [
-            f"{statistics.median(speed / speeds[other][key] for key, speed in speeds[name].items()):.2f}"
-            for other in dict.fromkeys(best.values())
-        ]
+        ratios = []
+        for other in dict.fromkeys(best.values()):  # an answer of one token has no speed
+            both = [(speed, speeds[other][key]) for key, speed in speeds[name].items()]
+            ratios.append(f"{statistics.median(a / b for a, b in both if b > 0):.2f}")
         tau = sum(run.answer.gained for run in own) / max(sum(run.answer.passes for run in own), 1)
         first = statistics.median(run.answer.seconds - run.answer.decode_seconds for run in own) * 1000
         plain = rows.get(f"volley {Row.parse(name).weights}+plain", [])

@@ -11,7 +11,7 @@ from benchmarks.published import MODELS, Row, page
 ROOT = Path(__file__).parents[2]
 RECORDS = [
     json.loads((ROOT / "benchmarks" / "results" / f"published-{name}.json").read_text(encoding="utf-8"))
-    for name in ("zen5-smollm2", "zen5-qwen", "zen5-gemma", "amx", "amx-gemma", "amx-sampled", "avx2")
+    for name in ("zen5-smollm2", "zen5-qwen", "zen5-gemma", "amx", "amx-gemma", "amx-sampled")
 ]
 PAGE = (ROOT / "docs" / "benchmarks" / "published.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
