@@ -4,7 +4,7 @@ A base model has no chat template. It receives the text of a single user message
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
+_EMPTY = "the prompt is empty; give at least one token to continue from"
 
 
 def is_one_prompt(prompts: Any) -> bool:
@@ -38,7 +39,7 @@ def encode_prompt(
         return list(cast(Sequence[int], prompt))
     is_chat = not isinstance(prompt, str) and all(isinstance(part, Mapping) for part in prompt)
     if not prompt:
-        raise InputError("the prompt is empty; give at least one token to continue from")
+        raise InputError(_EMPTY)
     if not isinstance(prompt, str) and not is_chat:
         raise InputError("a prompt is a string, a list of token ids, or a list of chat messages; this is a mixture")
     if tokenizer is None:
@@ -46,18 +47,21 @@ def encode_prompt(
     if is_chat:
         check_template(tokenizer, thinking)
         return encode_chat(tokenizer, cast(Sequence[Message], prompt), thinking=thinking)
-    return _tokenized(str(prompt), lambda: tokenizer(prompt)["input_ids"])
+    return _some(tokenizer(_encodable(str(prompt)))["input_ids"])
 
 
-def _tokenized(text: str, tokenize: Callable[[], Sequence[int]]) -> list[int]:
-    """Return the token ids of ``text``; an error if it is empty, or no Unicode text."""
+def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InputError("the prompt is not valid Unicode: it has a lone surrogate; send text in UTF-8") from None
-    if not (token_ids := list(tokenize())):
-        raise InputError("the prompt is empty; give at least one token to continue from")
-    return token_ids
+    return text
+
+
+def _some(token_ids: Sequence[int]) -> list[int]:
+    if not token_ids:
+        raise InputError(_EMPTY)
+    return list(token_ids)
 
 
 def own_template(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool = False) -> str | None:
@@ -187,8 +191,7 @@ def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, Any]], *, thinking: bool | None = None
 ) -> list[int]:
     """Return the token ids of ``messages`` with the opening of the assistant's answer."""
-    text = render_chat(tokenizer, messages, thinking=thinking)
-    return _tokenized(text, lambda: tokenize_rendered(tokenizer, text))
+    return _some(tokenize_rendered(tokenizer, _encodable(render_chat(tokenizer, messages, thinking=thinking))))
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", stop_token_ids: set[int]) -> int | None:

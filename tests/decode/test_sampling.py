@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,27 @@ def test_edges_of_truncation() -> None:
     assert law([1.0, 0.0, 1.0, 0.0], min_p=1.0) == [0.5, 0, 0.5, 0]
     assert law([5.0, 0.0, 0.0, 0.0], top_p=0.001) == [1, 0, 0, 0]
     assert law(flat, top_k=100) == law(flat)
+
+
+@given(
+    scale=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+    top_p=st.sampled_from([1e-30, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999]),
+    top_k=st.sampled_from([0, 1, 7, 200]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_few_tokens_are_sorted_and_the_same_are_kept(scale: float, top_p: float, top_k: int, seed: int) -> None:
+    """Against a sort of all tokens, to the bit; whole logits make many equal ones."""
+    logits = (scale * torch.randn(5, 1000, generator=torch.Generator().manual_seed(seed))).round()
+    params = SamplingParams(temperature=1.0, top_k=top_k)
+    probs = token_probs(logits, params)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    cut = (before >= top_p) & (before > 0)
+    expected = torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(cut, 0))
+    assert torch.equal(nucleus(probs, top_p), expected)
+    found = token_probs(logits, replace(params, top_p=top_p))
+    assert torch.equal(found, expected / expected.sum(dim=-1, keepdim=True, dtype=torch.float64).float())
+    assert torch.equal(found[2:3], token_probs(logits[2:3], replace(params, top_p=top_p)))
 
 
 def dense_law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -72,8 +72,8 @@ class BenchConfig:
     block_sizes: tuple[int, ...] = ()
     """Block sizes to try; empty: the drafter's own."""
     policies: tuple[str, ...] = ()
-    """Policies to try beside the fixed sizes: goodput, feedback, pilot. Where neither policies nor sizes are given, it is the
-    default, goodput."""
+    """Policies to try beside the fixed sizes: goodput, feedback, pilot. The default, goodput, is
+    tried where neither policies nor sizes are given."""
     denoising_steps: tuple[int, ...] = (1,)
     """Denoising steps to try with each block size."""
     tree_nodes: tuple[int, ...] = (0,)

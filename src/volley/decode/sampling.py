@@ -230,12 +230,12 @@ def _among_largest(logits: Tensor, params: SamplingParams, temperature: float) -
 
     With 152k tokens that takes a quarter of the time. A row whose largest logit is not finite becomes NaN.
     """
-    probs, is_whole = torch.zeros(logits.shape), params.top_p >= 1 and params.min_p <= 0
+    probs = torch.zeros(logits.shape)
     for row, own in zip(logits, probs, strict=True):
         if row.amax().isfinite():
             places = _largest(row, params.top_k)
             kept = (row[places].float() / temperature).softmax(dim=-1)
-            own.numpy()[places.numpy()] = kept.numpy() if is_whole else _cut(kept[None], params)[0].numpy()
+            own.numpy()[places.numpy()] = _cut(kept[None], params)[0].numpy()
         else:
             own.fill_(torch.nan)
     return probs
@@ -261,9 +261,7 @@ def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
     A CPU does not look at tokens below half of ``(1 - top_p) / V``, whose sum is below what top-p cuts, nor at those that min-p
     cuts.
     """
-    if params.top_p >= 1 and params.min_p <= 0:
-        return probs
-    if probs.device.type != "cpu":
+    if probs.device.type != "cpu" or not _cuts(params):
         return _cut(probs, params)
     kept, least = torch.zeros_like(probs), (1 - params.top_p) / 2 / probs.shape[-1]
     least *= params.top_p <= _SORTS_ALL
@@ -273,8 +271,14 @@ def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
     return kept
 
 
+def _cuts(params: SamplingParams) -> bool:
+    return params.top_p < 1 or params.min_p > 0
+
+
 def _cut(probs: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-p and min-p to ``probs [R, n]`` of all tokens, or of those that may be kept."""
+    if not _cuts(params):
+        return probs
     if params.top_p < 1:
         probs = nucleus(probs, params.top_p)
     if params.min_p > 0:
