@@ -125,7 +125,7 @@ def likeliest(logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
     # NumPy's argmax is several times faster than PyTorch's.
     if logits.dtype in (torch.float32, torch.float64):
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+        return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1)))
     # NumPy has no bf16. A few rows are converted at a time, so that they stay in the cache.
     parts = [rows.float().numpy().argmax(axis=-1) for rows in torch.split(logits, _ROWS_AT_ONCE)]
     return torch.from_numpy(np.concatenate(parts))
