@@ -102,8 +102,10 @@ def _turn(x: Tensor, positions: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def dense_draft(hf: PreTrainedModel, weights: Tensors, text: Sequence[int], count: int, **switches: bool) -> list[int]:
-    """The likeliest chain of ``count`` tokens after ``text``, by the definition, everything computed again for each token."""
+def dense_logits(
+    hf: PreTrainedModel, weights: Tensors, text: Sequence[int], path: Sequence[int], **switches: bool
+) -> Tensor:
+    """Logits over the drafted tokens after ``text`` and the drafted ``path``, by the definition, everything computed again."""
     hidden = hf(torch.tensor([list(text[:-1])]), output_hidden_states=True).hidden_states
     tapped = torch.cat([hidden[tap + 1][0] for tap in TAPS], -1)  # hidden_states[0] is the embedding
     if switches.get("norm_before_fc"):
@@ -113,14 +115,20 @@ def dense_draft(hf: PreTrainedModel, weights: Tensors, text: Sequence[int], coun
         tapped = torch.cat([_norm(part, weights[f"fc_norm.{index}.weight"]) for index, part in parts], -1)
     states = tapped @ weights["fc.weight"].T
     table = weights.get("embed_tokens.weight", hf.get_input_embeddings().weight)
-    tokens, drafts = list(text[1:]), list[int]()
-    for _ in range(count):
+    tokens = list(text[1:])
+    for token in [*path, None]:
         own = layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
-        logits = _norm(own, weights["norm.weight"])[-1] @ weights["lm_head.weight"].T
-        best = int(logits.argmax())
-        drafts.append(best + int(weights["d2t"][best]) if "d2t" in weights else best)
         back = _norm(own, weights["norm.weight"]) if switches.get("norm_output") else own
-        states, tokens = torch.cat([states, back[-1:]]), [*tokens, drafts[-1]]
+        states, tokens = torch.cat([states, back[-1:]]), [*tokens, token or 0]
+    return _norm(own, weights["norm.weight"])[-1] @ weights["lm_head.weight"].T
+
+
+def dense_draft(hf: PreTrainedModel, weights: Tensors, text: Sequence[int], count: int, **switches: bool) -> list[int]:
+    """The likeliest chain of ``count`` tokens after ``text``."""
+    drafts = list[int]()
+    for _ in range(count):
+        best = int(dense_logits(hf, weights, text, drafts, **switches).argmax())
+        drafts.append(best + int(weights["d2t"][best]) if "d2t" in weights else best)
     return drafts
 
 

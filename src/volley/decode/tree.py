@@ -77,7 +77,7 @@ def expand(lattice: Lattice, num_nodes: int, temperature: float = 1.0) -> Propos
             following = candidate if len(costs[place]) > 1 else 0
             likeliest = cost + costs[place][following][0]
             heappush(heap, (likeliest, serial + 1, len(chosen), cost, place, following, 0))
-    return _preorder(chosen, children)
+    return in_preorder(chosen, children)
 
 
 def _sorted_families(scores: NDArray[np.float32]) -> tuple[list[list[list[float]]], list[list[list[int]]]]:
@@ -115,10 +115,12 @@ def expand_freely(children_of: Children, num_nodes: int, levels: int) -> Proposa
         children[parent].append(len(chosen))
         paths.append([*paths[parent], token])
         offer(len(chosen), cost)
-    return _preorder(chosen, children)
+    return in_preorder(chosen, children)
 
 
-def _preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Proposal:
+def in_preorder(chosen: list[tuple[int, float]], children: list[list[int]]) -> Proposal:
+    """Return the tree of ``chosen`` nodes, each a token and the cost of its path, given the ``children`` of the anchor and of
+    each node, likeliest first. Nodes are numbered from 1."""
     tokens, parents, probabilities = list[int](), list[int](), list[float]()
     stack = [(node, 0) for node in reversed(children[0])]
     while stack:

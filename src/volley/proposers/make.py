@@ -72,5 +72,6 @@ def check_settings(config: DecodingConfig, proposer: Proposer | None) -> None:
         check_undrafted(read_by_drafters(config))
     elif config.tree_nodes is not None and not proposer.can_grow_trees:
         raise ConfigError(
-            f"tree_nodes is {config.tree_nodes}, and this drafter grows no tree: its head has a state; use None"
+            f"tree_nodes is {config.tree_nodes}, and this drafter grows no tree: its head has a state, or it is of EAGLE-3 "
+            "with a window; use None"
         )

@@ -46,8 +46,11 @@ class EagleModel(DraftModel):
         """Join features ``[T, 3 · H]`` of tokens and the embeddings of the next tokens ``token_ids [T]``: ``[T, 4 · H]``."""
         return torch.cat([features, self.eagle.embed(token_ids, self.embed)], dim=-1)
 
-    def advance(self, batch: RaggedBatch, store: KVStore, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads."""
+    def advance(
+        self, batch: RaggedBatch, store: KVStore, states: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits ``[T, V]`` after the tokens of ``batch``, and the states ``[T, H]`` that the next step reads; with
+        ``rows [R]``, of these tokens alone."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             options = AttentionOptions(self.eagle.config.head_dim**-0.5, self.windows[layer])
@@ -55,5 +58,6 @@ class EagleModel(DraftModel):
 
         embeddings = self.eagle.embed(batch.token_ids, self.embed)
         own = self.eagle.advance(embeddings, states, batch.positions, attend)
+        own = own if rows is None else own[rows]
         normed = self.eagle.norm(own)
         return self.logits(normed), normed if self.eagle.switches.norm_output else own
