@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, list[object]] = {
     "round_weight": [c_int64, c_void_p, *[c_int64] * 3, c_void_p, c_void_p],
     "linear": [POINTER(ProductStruct), c_void_p, c_int64, *[c_void_p] * 4, c_int64],
     "exponentials": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64],
+    "likeliest": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
     "forbid": [c_void_p, c_void_p, c_int64],
     "allowed_softmax": [c_void_p, c_void_p, c_void_p, c_int64, c_float],
     "allowed_best": [

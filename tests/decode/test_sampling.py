@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from tests.chi_square import chi_square_p
 from volley.decode.sampling import (
+    NO_TOKEN,
     PositionNoise,
     Purpose,
     draw,
     exponentials,
+    if_finite,
+    likeliest,
+    likeliest_finite,
     moved_uniforms,
     nucleus,
     race,
@@ -330,3 +334,21 @@ def test_a_truncated_distribution_does_not_depend_on_the_number_of_rows(narrow: 
             assert torch.equal(token_probs(row[None], params)[0], expected)
     finally:
         torch.set_num_threads(before)
+
+
+SPECIAL = st.sampled_from([0.0, -0.0, 1.0, 1.0078125, -1.0, 3e38, math.inf, -math.inf, math.nan, -math.nan])
+
+
+@given(st.lists(st.lists(SPECIAL | st.floats(-9, 9), min_size=5, max_size=5), max_size=4), st.integers(0, 2100))
+def test_the_likeliest_token_is_the_first_of_the_largest_and_none_if_that_is_not_finite(
+    rows: list[list[float]], before: int
+) -> None:
+    """In bf16 a kernel finds it; the reference is PyTorch's argmax in fp32, where a NaN is above all."""
+    logits = torch.cat([torch.full((len(rows), before), -9.5), torch.tensor(rows).reshape(-1, 5)], dim=1).bfloat16()
+    wide = logits.float()
+    best = wide.argmax(dim=-1) if len(rows) else torch.empty(0, dtype=torch.int64)
+    for given_logits in (logits, wide):
+        assert likeliest(given_logits).tolist() == best.tolist()
+        assert likeliest_finite(given_logits).tolist() == if_finite(best, wide).tolist()
+        assert likeliest_finite(given_logits, wide).tolist() == if_finite(best, wide, wide).tolist()
+    assert likeliest_finite(torch.full((1, 3), math.nan).bfloat16()).tolist() == [NO_TOKEN]

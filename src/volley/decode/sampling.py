@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from volley.decode import noise
 from volley.memory.upload import upload, upload_indices
+from volley.native import sampling as native
 from volley.params import SamplingParams
 
 Numbers = Sequence[float] | NDArray[np.float64]
@@ -123,6 +124,8 @@ def likeliest(logits: Tensor) -> Tensor:
     """Return the most likely token ``[R]`` of each row of ``logits [R, V]``, the first of equal ones."""
     if logits.device.type != "cpu":
         return logits.argmax(dim=-1)
+    if native.can_choose(logits):
+        return native.likeliest(logits, checked=False)
     # NumPy's argmax is several times faster than PyTorch's.
     if logits.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.asarray(logits.numpy().argmax(axis=-1)))
@@ -147,6 +150,13 @@ def if_finite(tokens: Tensor, chosen_by: Tensor, raw: Tensor | None = None) -> T
         return torch.where(entries.abs() < torch.inf, tokens, NO_TOKEN)
     own = raw.gather(-1, tokens[:, None])[:, 0]
     return torch.where((entries > -torch.inf) & (own < torch.inf), tokens, NO_TOKEN)
+
+
+def likeliest_finite(logits: Tensor, raw: Tensor | None = None) -> Tensor:
+    """Return :func:`likeliest` tokens ``[R]``, :func:`if_finite`; ``raw`` are the logits before rules changed them."""
+    if raw is None and native.can_choose(logits):
+        return native.likeliest(logits, checked=True)
+    return if_finite(likeliest(logits), logits, raw)
 
 
 def best_tokens(logits: Tensor) -> list[int]:

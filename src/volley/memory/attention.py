@@ -67,8 +67,8 @@ def _visible_in_tree(segment: Segment, window: int | None, first: int) -> Tensor
     visible = np.ones((segment.length, segment.end - first), dtype=np.bool_)
     visible[:, segment.start - first :] = segment.ancestors()
     if window is not None:
-        keys = np.concatenate((np.arange(first, segment.start), segment.positions().numpy()))
-        visible &= keys > segment.origins().numpy()[:, None] - window
+        keys = np.concatenate((np.arange(first, segment.start), segment.positions()))
+        visible &= keys > segment.origins()[:, None] - window
     return torch.from_numpy(visible)
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from volley.memory.kv_cache import BlockTable
-from volley.memory.upload import upload_together
+from volley.memory.upload import upload, upload_together
 
 
 @dataclass(slots=True)
@@ -47,21 +47,21 @@ class Segment:
     def end(self) -> int:
         return self.start + self.length
 
-    def positions(self) -> Tensor:
+    def positions(self) -> NDArray[np.int64]:
         """Return the positions ``[length]`` of the segment's tokens."""
         if self.parents is None:
-            return torch.arange(self.start, self.end)
+            return np.arange(self.start, self.end)
         assert len(self.parents) == self.length - 1, "a tree has a parent for every token but the first"
         positions = [self.start]
         for parent in self.parents:
             positions.append(positions[parent] + 1)
-        return torch.tensor(positions)
+        return np.array(positions)
 
-    def origins(self) -> Tensor:
+    def origins(self) -> NDArray[np.int64]:
         """Return the positions ``[length]`` from which the window of each token of a chain or a tree is counted."""
         origins = self.positions()
         if self.canvas:
-            origins[-self.canvas :] = origins[-self.canvas].clone()
+            origins[-self.canvas :] = origins[-self.canvas]
         return origins
 
     def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -103,7 +103,7 @@ class RaggedBatch:
             self.offsets.append(self.offsets[-1] + segment.length)
         assert self.offsets[-1] == len(token_ids), "token_ids must hold exactly the segments' tokens"
         if positions is None:
-            positions = torch.cat([segment.positions() for segment in segments]).to(token_ids.device)
+            positions = upload(np.concatenate([segment.positions() for segment in segments]), token_ids.device)
         self.positions = positions
         self.static_feedback: tuple[Tensor, Tensor] | None = None
         """Self-conditioning input in static buffers, instead of the segments' ``feedback``: which tokens have it ``[T]``
@@ -125,7 +125,7 @@ class RaggedBatch:
         ``on_device`` holds runs of tokens that are only on the device, by the row at which each begins. ``token_ids`` is
         ignored there.
         """
-        positions = torch.cat([segment.positions() for segment in segments]).numpy()
+        positions = np.concatenate([segment.positions() for segment in segments])
         arrays = [np.array(token_ids, dtype=np.int64), positions, np.array(rows, dtype=np.int64)]
         if not on_device:
             tokens, places, chosen = upload_together(arrays, device)

@@ -310,7 +310,7 @@ class StaticPasses:
         host = _Input.of(buffer, bucket, self.tilings)
         _put(host.sources, token_ids)
         _put(host.order, token_order(bucket.rows, on_device))
-        _put(host.positions, torch.cat([segment.positions() for segment in segments]).numpy())
+        _put(host.positions, np.concatenate([segment.positions() for segment in segments]))
         _put(host.origins, origin_array(segments, symmetric=any(tiling.symmetric for tiling in self.tilings)))
         _put(host.feedback_flags, np.concatenate([_feedback_flags(segment) for segment in segments]))
         _put(host.slots, np.concatenate([own.table.slot_array(own.start, own.end) for own in segments]))

@@ -92,7 +92,7 @@ def origin_array(segments: list[Segment], *, symmetric: bool) -> Ints:
 
 def _origins(segment: Segment, symmetric: bool) -> Ints:
     if segment.groups is None:
-        return segment.origins().numpy()
+        return segment.origins()
     starts, ends = segment.spans()
     if not symmetric:
         return starts

@@ -4,6 +4,39 @@
 /* Map bf16 to integers in the same order, except NaN. */
 static inline uint32_t in_order(bf16 x) { return x ^ (((0u - (x >> 15)) | 0x8000u) & 0xffffu); }
 
+/* Map bf16 to integers in the same order, except that zeros are equal and NaN is above all. */
+static inline int16_t in_order_with_nan(bf16 x) {
+    int16_t bits = (int16_t)x, key = (int16_t)((bits ^ ((bits >> 15) & 0x7fff)) + (x == 0x8000));
+    return (x & 0x7fff) > 0x7f80 ? 0x7fff : key;
+}
+
+#define PART 1024 /* logits of which only the largest is looked for first */
+
+FOR_EACH_CPU static int64_t first_largest(const bf16 *logits, int64_t size) {
+    int16_t largest = INT16_MIN;
+    int64_t at = 0;
+    for (int64_t from = 0; from < size; from += PART) {
+        int64_t end = from + PART < size ? from + PART : size;
+        int16_t own = INT16_MIN;
+        for (int64_t i = from; i < end; i++) {
+            int16_t key = in_order_with_nan(logits[i]);
+            own = key > own ? key : own;
+        }
+        if (own > largest) largest = own, at = from;
+    }
+    while (in_order_with_nan(logits[at]) < largest) at++;
+    return at;
+}
+
+/* Find the first of the largest ``logits [rows, size]`` of each row; -1 if it is not finite and this is ``checked``. */
+void likeliest(const bf16 *logits, int64_t rows, int64_t size, int64_t checked, int64_t *tokens) {
+#pragma omp parallel for if (rows > 1 && rows * size > 1 << 18)
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t best = first_largest(logits + row * size, size);
+        tokens[row] = checked && (logits[row * size + best] & 0x7f80) == 0x7f80 ? -1 : best;
+    }
+}
+
 #define FEW 32768 /* keys that are counted at once in 16-bit counters */
 
 /* Count the ``keys [count]`` that are at least ``least``. */

@@ -20,6 +20,16 @@ def exponentials(seed: int, purpose: int, position: int, size: int) -> Tensor:
     return out
 
 
+def likeliest(logits: Tensor, *, checked: bool) -> Tensor:
+    """Return the token of the largest of ``logits [R, V]`` (bf16, contiguous) of each row, ``[R]``; the first of equal ones.
+
+    A NaN is above all others. If ``checked``, −1 stands for a token whose logit is not finite.
+    """
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    functions().likeliest(logits.data_ptr(), *logits.shape, checked, tokens.data_ptr())
+    return tokens
+
+
 def forbid(row: Tensor, allowed: NDArray[np.uint8]) -> None:
     """Replace logits in ``row [V]`` (fp32, contiguous) by −∞ where the token has no bit in ``allowed [≥ V / 8]``."""
     assert row.dtype == torch.float32, f"masks are for fp32, not {row.dtype}"
@@ -49,7 +59,7 @@ class Added(NamedTuple):
 
 
 def can_choose(*tensors: Tensor) -> bool:
-    """Return whether :func:`allowed_best` and :func:`follow` support such tensors."""
+    """Return whether :func:`likeliest`, :func:`allowed_best` and :func:`follow` support such tensors."""
     return is_built and all(x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.is_contiguous() for x in tensors)
 
 

@@ -23,7 +23,7 @@ from volley.decode.sampling import (
     draw,
     exponentials,
     if_finite,
-    likeliest,
+    likeliest_finite,
     race,
     read_scores,
     scores_of,
@@ -215,19 +215,14 @@ def _judge_greedy(works: Works, logits: Tensor, reading: Reading) -> None:
     together = [own for work, own in zip(works, rows, strict=True) if not work.request.rules]
     if together:
         is_all = sum(map(len, together)) == len(logits)
-        _await_choices(unruled, _best(logits if is_all else torch.cat(together)), reading)
+        _await_choices(unruled, likeliest_finite(logits if is_all else torch.cat(together)), reading)
     for work, own in zip(works, rows, strict=True):
         bound = constraints(work.request.rules)
         if bound and own.device.type != "cpu":  # there one pass over all tokens costs less than a second read
-            chosen = _best(apply_rules(bound, own, work.proposal.paths), logits[work.rows])
+            chosen = likeliest_finite(apply_rules(bound, own, work.proposal.paths), logits[work.rows])
             reading.add(chosen, partial(_keep_choices, work))
         elif work.request.rules:
-            reading.add(_best(own, logits[work.rows]), partial(_keep_allowed, work, own))
-
-
-def _best(logits: Tensor, raw: Tensor | None = None) -> Tensor:
-    """Return the most likely token ``[R]`` of each row; ``raw`` are the logits before rules changed them."""
-    return if_finite(likeliest(logits), logits, raw)
+            reading.add(likeliest_finite(own, logits[work.rows]), partial(_keep_allowed, work, own))
 
 
 def _keep_allowed(work: Work[Request], rows: Tensor, choices: list[int]) -> None:

@@ -22,7 +22,7 @@ from volley.memory.kv_cache import BlockTable
 from volley.memory.kv_store import make_store
 from volley.models.drafters.draft_model import DraftModel
 from volley.models.layers.accelerate import accelerate
-from volley.models.layers.fused import FusedDecoder, FusedLayer
+from volley.models.layers.fused import CosineTable, FusedDecoder, FusedLayer, turns_of
 from volley.models.targets.taps import Taps
 from volley.models.targets.target import Target
 from volley.native import Product, Weights
@@ -353,3 +353,21 @@ def test_a_drafter_with_biases() -> None:
         found.append(model.block_states(batch, store))
     assert error(found[1], found[0]) < 0.05
     assert error(found[2], found[0]) > 0.1
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}]
+)
+def test_a_table_has_the_models_own_cosines(scaling: dict[str, Any]) -> None:
+    """Those of dynamic frequencies depend on the longest position, so none are kept."""
+    config = tf.LlamaConfig(
+        **COMMON
+        | {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **scaling}}
+    )
+    rotary, slow = (tf.models.llama.modeling_llama.LlamaRotaryEmbedding(config) for _ in range(2))
+    table, states = CosineTable(rotary, None), torch.zeros(3, 8).bfloat16()
+    for positions in ([0, 1, 2], [900, 3, 1500], [1023, 1024, 5], [4, 4, 4]):
+        places = torch.tensor(positions)
+        expected = turns_of(slow, None, states[None], places[None])
+        for found, own in zip(table(states, places, max(positions) + 1), expected, strict=True):
+            assert torch.equal(found, own[0])

@@ -310,12 +310,41 @@ class LayerRotary(NamedTuple):
 
 
 PLAIN = LayerRotary(None, is_half=False)
+_STATIC = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # types of rotary embeddings that do not depend on the longest position
 
 
 def turns_of(rotary: Any, kind: str | None, states: Tensor, positions: Tensor) -> Cosines:
     """Return cosines and sines ``[1, T, width]`` of a model's rotary embedding for layers of this type."""
     turns: Cosines = rotary(states, positions) if kind is None else rotary(states, positions, kind)
     return turns
+
+
+class CosineTable:
+    """Cosines and sines of a model's rotary embedding for layers of one type, computed once for each position."""
+
+    def __init__(self, rotary: Any, kind: str | None) -> None:
+        self._rotary, self._kind = rotary, kind
+        of = getattr(rotary, "rope_type", None)
+        self._is_static = (of.get(kind) if isinstance(of, dict) else of) in _STATIC
+        self._table: Cosines | None = None
+
+    def __call__(self, states: Tensor, positions: Tensor, end: int) -> Cosines:
+        """Return cosines and sines ``[T, width]`` at ``positions [T]``, all before ``end``, in the dtype of ``states [T, H]``."""
+        if not self._is_static:
+            return self._of(states, positions)
+        if self._table is None or len(self._table[0]) < end:
+            self._table = self._of(states, torch.arange(max(1024, 1 << (end - 1).bit_length())))
+        cos, sin = self._table
+        return cos[positions], sin[positions]
+
+    def _of(self, states: Tensor, positions: Tensor) -> Cosines:
+        cos, sin = turns_of(self._rotary, self._kind, states[None], positions[None])
+        return cos[0], sin[0]
 
 
 def layers_with_rotary(model: Any) -> list[tuple[nn.Module, nn.Module]]:

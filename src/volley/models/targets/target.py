@@ -34,7 +34,7 @@ from volley.memory.kv_store import KVStore, LatentShape, make_store
 from volley.memory.recurrent_pass import RecurrentPass
 from volley.memory.recurrent_store import RecurrentLayout
 from volley.models.layers.accelerate import accelerate
-from volley.models.layers.fused import FusedDecoder, is_gated_layer, turns_of
+from volley.models.layers.fused import CosineTable, FusedDecoder, is_gated_layer
 from volley.models.layers.host_memory import forget_libraries, returning_memory, trim
 from volley.models.layers.products import is_linear
 from volley.models.targets.block_diffusion import BlockDiffusion
@@ -192,6 +192,7 @@ class Target:
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
         self._ends = Ends.of(text)
         self.fused: FusedDecoder | None = None
+        self._cosines: dict[str | None, CosineTable] = {}
         """All layers in one call, if they are fused and nothing is computed between them; used with supported K/V pools."""
         self._attach()
         self.kv_shapes, self.recurrent = self._probe()
@@ -372,14 +373,15 @@ class Target:
         self, decoder: FusedDecoder, batch: RaggedBatch, store: KVStore, rows: Tensor, taps: Taps | None
     ) -> Tensor:
         base: Any = self.model.get_decoder()
-        states = self._ends.enter(self.embed(batch.token_ids))
-        given = states[None], batch.positions[None]
-        turns = [turns_of(base.rotary_emb, rotary.kind, *given) for rotary in decoder.rotaries]
-        own = [(cos[0], sin[0]) for cos, sin in turns]
-        states, features = decoder(states, own, batch, store, () if taps is None else taps.layer_ids)
+        states, end = self._ends.enter(self.embed(batch.token_ids)), max(own.end for own in batch.segments)
+        for kind in {rotary.kind for rotary in decoder.rotaries} - self._cosines.keys():
+            self._cosines[kind] = CosineTable(base.rotary_emb, kind)
+        turns = [self._cosines[rotary.kind](states, batch.positions, end) for rotary in decoder.rotaries]
+        states, features = decoder(states, turns, batch, store, () if taps is None else taps.layer_ids)
         if taps is not None:
             taps.leave(features)
-        return self._ends.leave(self.head(base.norm(states[rows])))
+        chosen = states if len(rows) == len(states) else states[rows]
+        return self._ends.leave(self.head(base.norm(chosen)))
 
     @torch.inference_mode()
     def _fusion_agrees(self, decoder: FusedDecoder) -> bool:
