@@ -27,16 +27,17 @@ from tests.models.gguf.converted import random_model
 from tests.models.gguf.files import bpe_tokenizer, write_model
 from tests.serve.running import running
 from tests.train.runs import EXPERTS, MIXED, SHAPE, write_rows
-from volley import Engine, SamplingParams
+from volley import Engine, SamplingParams, files
 from volley.certify.certificate import read_certificate
 from volley.errors import ConfigError, InputError, WriteError
-from volley.files import REFERENCE, make_folder, read_json
+from volley.files import REFERENCE, make_folder, read_json, write_atomically
 from volley.models.checkpoints.certificate import digest
 from volley.models.checkpoints.formats import read_checkpoint
 from volley.models.drafters.drafter import Drafter
 from volley.models.drafters.export import export
 from volley.models.layers.fingerprint import drafter_fingerprint
 from volley.models.targets.target import Target, load_tokenizer
+from volley.prompts import read_jsonl
 from volley.train.collect import Progress as Collected
 from volley.train.data import TrainingData, read_rows
 from volley.train.documents import Document
@@ -142,6 +143,30 @@ def test_a_run_that_stops_goes_on_behind_its_last_step_and_its_folder_is_a_draft
     assert read_certificate(tmp_path / "written" / "certificate.json")["verdict"] == "lossless"
     export(out, tmp_path / "reduced", "speculators", target=config.target, draft_vocab_size=9, counts=[1] * 260)
     assert not (tmp_path / "reduced" / "certificate.json").exists()
+
+
+@pytest.mark.slow
+def test_a_target_of_a_bundled_drafters_shape_begins_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled drafter is measured before the first step, so that what comes out is not worse on held-out prompts."""
+    config = options(tmp_path, make_target(tmp_path, CONFIGS["llama"]))
+    bundled = tune(config) / "drafter"
+    text = read_json(bundled / "config.json")
+    shape = {key: text[key] for key in ("hidden_size", "vocab_size")} | {
+        "num_target_layers": SHAPE["num_hidden_layers"]
+    }
+    write_atomically(bundled / "config.json", json.dumps(text | shape))
+    monkeypatch.setattr(files, "PUBLISHED_DRAFTERS", {"tiny": bundled})
+    monkeypatch.setattr(run, "PUBLISHED_DRAFTERS", files.PUBLISHED_DRAFTERS)
+    said: list[str] = []
+    out = tune(replace(config, out=tmp_path / "again"), said.append)
+    assert any("train: begins with the bundled drafter tiny" in line for line in said)
+    assert "| options | begins with the bundled drafter tiny |" in (out / "report.md").read_text()
+    evaluations = [row for _, row in read_jsonl(out / "train" / "log.jsonl") if row["kind"] == "eval"]
+    assert evaluations[0]["step"] == 0
+    assert read_json(out / "tune.json")["done"]["train"]["tau"] >= evaluations[0]["decoded"]["tau"]
+    make_folder(tmp_path / "other")
+    other = replace(config, block_size=4, out=tmp_path / "other")
+    assert Tuning(other, said.append).bundled is None, "a block of another size begins anew"
 
 
 def test_documents_longer_than_a_batch_are_learnt_from_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,8 @@ class Trainer:
         self._prepare()
         at, config = self.schedule.position, self.config
         first = at.step + 1
+        if config.keep_best and config.init not in (None, RANDOM) and not at.step:
+            self.evaluate()  # nothing learnt may be better than the drafter in ``init``
         evaluations = Interval(config.eval_steps, config.eval_minutes, self.ranks)
         saves = Interval(config.save_steps, config.save_minutes, self.ranks)
         with Interrupts(self.reporter.say) as interrupts:

@@ -15,7 +15,7 @@ from volley.certify.options import CertifyConfig
 from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError, WriteError
-from volley.files import make_folder, read_json, write_atomically
+from volley.files import PUBLISHED_DRAFTERS, make_folder, published_drafter, read_json, write_atomically
 from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
@@ -146,11 +146,37 @@ class Tuning:
         return found
 
     @cached_property
+    def bundled(self) -> str | None:
+        """Name of the bundled drafter from which the training begins: one for a target of this shape, if there is one."""
+        text = read_config(self.config.target).get_text_config()
+        name = published_drafter(text.hidden_size, text.vocab_size, text.num_hidden_layers)
+        if name is None or self.config.block_size in (None, self._of_bundled(name)["block_size"]):
+            return name
+        return None
+
+    def _of_bundled(self, name: str) -> dict[str, Any]:
+        return read_json(PUBLISHED_DRAFTERS[name] / "config.json")
+
+    @cached_property
     def base(self) -> TrainConfig:
-        """Return the preset's training, with a Markov head, which other programs support too."""
+        """Return a training that goes on from the bundled drafter; without one, the preset's, with a Markov head, which other
+        programs support too."""
         config, target = self.config, read_config(self.config.target)
         preset, width = preset_for(target), target.get_text_config().hidden_size
+        shape: dict[str, Any] = {
+            "block_size": config.block_size or BLOCK,
+            "num_layers": preset.num_layers,
+            "taps": preset.taps,
+            "intermediate_size": preset.intermediate_size,
+            "head": "markov",
+            "head_rank": min(256, max(16, width // 2)),
+            "learning_rate": preset.learning_rate,
+            "optimizer": preset.optimizer,
+        }
+        if self.bundled is not None:
+            shape = {"init": str(PUBLISHED_DRAFTERS[self.bundled]), "keep_shape": True}
         return TrainConfig(
+            **shape,
             target=config.target,
             data=(str(self.out / "train.jsonl"),),
             out=str(self.out / "train"),
@@ -159,14 +185,6 @@ class Tuning:
             eval_max_tokens=ANSWER_TOKENS,
             keep_best=True,
             patience=PATIENCE,
-            block_size=config.block_size or BLOCK,
-            num_layers=preset.num_layers,
-            taps=preset.taps,
-            intermediate_size=preset.intermediate_size,
-            head="markov",
-            head_rank=min(256, max(16, width // 2)),
-            learning_rate=preset.learning_rate,
-            optimizer=preset.optimizer,
             tokens_per_batch=BATCH,
             anchors_per_sequence=ANCHORS,
             max_length=LONGEST,
@@ -196,7 +214,11 @@ class Tuning:
         Return the number of blocks of a response. If nearly all features are cached, each token is predicted about once an
         epoch, because blocks of other responses are as cheap and teach more.
         """
-        features = RememberedFeatures(self.frozen, preset_for(self.frozen.text_config).taps, with_final=False)
+        taps, block = preset_for(self.frozen.text_config).taps, self.config.block_size or BLOCK
+        if self.bundled is not None:
+            known = self._of_bundled(self.bundled)
+            taps, block = tuple(known["dflash_config"]["target_layer_ids"]), known["block_size"]
+        features = RememberedFeatures(self.frozen, taps, with_final=False)
         order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
         started, most = time.monotonic(), 60 * READ_SHARE * self.config.max_minutes
@@ -209,10 +231,10 @@ class Tuning:
             features.read(together)
             count += len(together)
         anchors = ANCHORS
-        known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
-        if known >= MOST_READ * len(data.documents):
+        num_known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
+        if num_known >= MOST_READ * len(data.documents):
             answered = sum(len(document) - document.response_start for document in data.documents)
-            anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / filled(self.base.block_size))))
+            anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / block)))
         return anchors
 
     def _batch(self, minutes: float) -> int:
@@ -260,7 +282,7 @@ class Tuning:
             batch = self._batch(left())
             self.progress["plan"] = {"anchors": anchors, "batch": batch, "minutes": left()}
         training = self.training(self.progress["plan"])
-        chosen = _named(training)
+        chosen = _named(training) if self.bundled is None else f"begins with the bundled drafter {self.bundled}"
         self.say(f"{chosen}; real τ on held-out prompts every {training.eval_minutes:.1f} minutes")
         make_folder(Path(training.out))
         trainer = Trainer(training, self.ranks, self.frozen, serving=self.serving)
