@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from volley.cores import shared_cores
 from volley.files import make_folder
 from volley.memory.device import synchronise
 from volley.models.targets.target import Target
@@ -194,6 +195,7 @@ class Trainer:
         self.reporter.say(found.describe())
         found.check(device)
 
+    @shared_cores()
     def step(self, indices: list[int], progress: float) -> Slots:
         """Draw anchors, run this process's share of the documents in passes, and update the weights.
 
