@@ -13,6 +13,7 @@ import torch
 from transformers import Phi3Config
 from typer.testing import CliRunner
 
+import volley
 from tests import tiny
 from tests.models.gguf import files
 from tests.models.gguf.converted import random_model
@@ -128,7 +129,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
         (("export", "d", "--to", "zlab", "--out", "d"), "out is the drafter's own folder d"),
         (
             ("export", "d", "--to", "zlab", "--out", "o"),
-            "there is no drafter d; give a folder, a GGUF file or one of reference",
+            "there is no file or folder d; give one, or a bundled drafter (reference",
         ),
         (("export", "d", "--to", "zlab", "--out", "o", "--with-embeddings"), "give target (--target MODEL)"),
         (("export", "d", "--to", "zlab", "--out", "o", "--draft-vocab-size", "9"), "give both or neither"),
@@ -420,8 +421,17 @@ def test_inspect_knows_what_is_bundled() -> None:
     said, _ = run("inspect", "reference-diffusion")
     assert "answers are exact to the bit" in said
     assert "nothing is wrong with it" in said
+    assert run("--version")[0] == f"{volley.__version__}\n"
     said, _ = run("inspect", "reference-dflash", "--target", "reference-diffusion")
     assert "it fits reference-diffusion" in said
+
+
+def test_inspect_misses_a_tokenizer(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    copied = shutil.copytree(tiny_pair.target, tmp_path / "copy")
+    assert "nothing is wrong with it" in run("inspect", copied)[0]
+    for file in copied.glob("*token*"):
+        file.unlink()
+    assert f"{copied} has no tokenizer (tokenizer.json)" in run("inspect", copied, code=1)[0]
 
 
 @pytest.mark.slow

@@ -105,10 +105,14 @@ _LEAST: dict[str, float] = {
 }
 
 
-_NUMBERS = (
-    *("temperature", "top_k", "top_p", "min_p", "max_tokens", "top_logprobs", "prompt_logprobs", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "draft_temperature", "priority"),
-)
+_NUMBERS: dict[str, tuple[type, bool]] = {
+    **dict.fromkeys(("top_k", "max_tokens", "top_logprobs", "priority"), (Integral, False)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty"), (Real, False)),
+    **dict.fromkeys(("frequency_penalty", "repetition_penalty"), (Real, False)),
+    "prompt_logprobs": (Integral, True),
+    "draft_temperature": (Real, True),
+}
+"""Type of each number, and whether it may be ``None``."""
 
 
 @names_unknown_fields
@@ -167,11 +171,11 @@ class SamplingParams:
         given: object = self.stop
         stop = (given,) if isinstance(given, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._take_numbers()
-        for name in _NUMBERS:
-            if not isinstance(value := getattr(self, name), Real | None):
-                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be a number")
+        for name, (kind, may_be_none) in _NUMBERS.items():
+            value, what = getattr(self, name), "a whole number" if kind is Integral else "a number"
+            if isinstance(value, bool) or not (isinstance(value, kind) or (value is None and may_be_none)):
+                raise ConfigError(f"SamplingParams.{name} is {value!r}; it must be {what}" + " or None" * may_be_none)
         diffusion: object = self.diffusion
         if isinstance(diffusion, Mapping):
             object.__setattr__(self, "diffusion", DiffusionParams.from_mapping(diffusion))
@@ -184,9 +188,10 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("max_tokens", self.max_tokens >= 0, "0 (only read the prompt) or a positive count"),
-            ("stop", all(self.stop), "non-empty strings"),
+            ("stop", all(isinstance(own, str) and own for own in self.stop), "non-empty strings"),
             ("logprobs", isinstance(self.logprobs, bool), "True or False; top_logprobs asks for alternatives"),
             ("top_logprobs", self.top_logprobs >= 0, "0 or a positive count"),
+            ("top_logprobs", self.logprobs or not self.top_logprobs, "0 without logprobs=True"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "None, 0 or a positive count"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
@@ -209,12 +214,15 @@ class SamplingParams:
         try:
             if self.seed is not None:
                 object.__setattr__(self, "seed", operator.index(self.seed))
+            ends: Any = self.stop_token_ids
+            ends = (ends,) if isinstance(ends, Integral) else tuple(map(operator.index, ends or ()))
+            object.__setattr__(self, "stop_token_ids", ends)
             given: object = self.logit_bias
             pairs = given.items() if isinstance(given, Mapping) else self.logit_bias
             bias = tuple((int(token) if isinstance(token, str) else operator.index(token), own) for token, own in pairs)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"SamplingParams: seed and the tokens of logit_bias must be whole numbers ({error})"
+                f"SamplingParams: seed, stop_token_ids and the tokens of logit_bias must be whole numbers ({error})"
             ) from None
         if len(dict(bias)) < len(bias):
             raise ConfigError("SamplingParams.logit_bias has two values for one token; give each token once")

@@ -8,8 +8,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from volley.errors import CheckpointError
+from volley.errors import CheckpointError, ConfigError
 from volley.files import replaced
+
+
+def dtype_of(name: torch.dtype | str) -> torch.dtype:
+    """Return a floating-point dtype given as itself or by its name, such as ``"bfloat16"``."""
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(f"dtype is {name!r}; it must be a floating-point type, such as torch.bfloat16 or 'bfloat16'")
+    return found
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -94,7 +94,7 @@ def test_chunks_tell_which_tokens_were_drafted() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_log_probabilities_are_in_the_result_if_they_were_asked_for(asked: bool) -> None:
-    own = request([1], SamplingParams(max_tokens=1, logprobs=asked, top_logprobs=2))
+    own = request([1], SamplingParams(max_tokens=1, logprobs=asked, top_logprobs=2 * asked))
     own.scores = [Score(-0.5, 1, [(4, -0.5), (3, -1.0)])]
     own.append([4], 0)
     result = own.result()

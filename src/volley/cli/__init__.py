@@ -3,7 +3,7 @@
 import sys
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,9 +24,10 @@ def make_app(names: tuple[str, ...]) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(help="Lossless block-diffusion speculative decoding: train drafters, measure them, decode with them.")(
-        lambda: None
+        _global
     )
     for name in names:
         own = getattr(import_module(f"volley.cli.{name}"), name)
@@ -35,6 +36,22 @@ def make_app(names: tuple[str, ...]) -> typer.Typer:
         else:
             app.command()(own)
     return app
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from volley import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,8 @@ def certify(
     """
     from volley.prompts import load_prompts
 
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no URL of a server (http://host:8000/v1); --target {url} certifies a model here")
     if url is not None and (target is not None or drafter is not None):
         raise ConfigError("a server has its models already; leave --target and --drafter out")
     if plain is not None and url is None:

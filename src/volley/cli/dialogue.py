@@ -93,6 +93,8 @@ class Dialogue:
         """Print the answer to the last message. Return its text and a line about it."""
         prompt = self._engine.encode(self.messages, thinking=self._thinking)
         room = self._engine.room(len(prompt), self._params)
+        if room < 1 and len(self._turns) == 1:
+            raise ConfigError(f"the message has {len(prompt)} tokens, more than the context holds; shorten it")
         if room < 1:
             raise ConfigError("the context is full; /clear begins a new conversation")
         text, drafted, tokens, stats = "", 0, 0, None

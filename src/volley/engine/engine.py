@@ -28,7 +28,7 @@ from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.models.drafters.draft_model import bundled_drafter, load_drafter
-from volley.models.drafters.drafter import Drafter
+from volley.models.drafters.drafter import Drafter, check_readable
 from volley.models.targets.diffusion import load_target
 from volley.models.targets.target import Target
 from volley.native import TargetWeights, WantedDraftWeights
@@ -91,7 +91,7 @@ class Engine:
         target: str | Path | Target | None = None,
         drafter: Any = _BUNDLED,
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: str | torch.device = "auto",
         weights: TargetWeights = "auto",
         draft_weights: WantedDraftWeights = "auto",
@@ -122,6 +122,8 @@ class Engine:
         drafter = None if drafter == "none" else drafter
         if drafter is None and not drafts:  # raise this error before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
+        if isinstance(drafter, str | Path):
+            check_readable(drafter)
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
         loaded = load_drafter(drafter, target, draft_weights, compiled=config.compile) if drafted else None

@@ -219,6 +219,7 @@ def _add_status_routes(app: FastAPI, service: Service, http: HttpMetrics) -> Non
     async def version() -> dict[str, str]:
         return {"version": volley.__version__}
 
+    @app.get("/", include_in_schema=False)
     @app.get("/dashboard", include_in_schema=False)
     async def dashboard() -> Response:
         return RedirectResponse("dashboard/")

@@ -24,6 +24,9 @@ REPORTING_OPTIONS = frozenset(
 )
 """Options of reporting and saving, which a resumed run may change."""
 
+PATH_OPTIONS = frozenset({"target", "data", "eval_data", "init", "cache_dir"})
+"""Options that name files or folders."""
+
 SHAPE_OPTIONS = (
     "block_size",
     "num_layers",

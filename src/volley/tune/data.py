@@ -60,10 +60,10 @@ def _check_different(prompts: int, what: str) -> None:
         )
 
 
-def digests(config: TuneConfig) -> dict[str, str]:
+def digests(config: TuneConfig) -> list[str]:
     """Return the SHA-256 of each file of prompts or responses. A run refuses to continue with other files."""
     files = [path for path in (*config.prompts, *config.data) if Path(path).is_file()]
-    return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
+    return [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files]
 
 
 def run_collection(

@@ -92,8 +92,11 @@ def is_overfit(log: list[dict[str, Any]]) -> bool:
 
 def _choices(done: dict[str, Any]) -> dict[str, Any]:
     trained = done["train"]
+    begun = trained.get("tau_at_first")
+    gained = {} if begun is None else {"real τ of the bundled drafter, and after": f"{begun:.2f}, {trained['tau']:.2f}"}
     return {
         "options": trained["chosen"],
+        **gained,
         "draft vocabulary": trained["draft_vocab_size"] or "all tokens",
         "draft window": trained["draft_window"] or "the whole context",
     }

@@ -102,7 +102,7 @@ class Tuning:
         self.config, self.out, self._say = config, config.out, say
         self.drafter = config.out / "drafter"
         reporting = {"threads", "out"}
-        options = {key: value for key, value in asdict(config).items() if key not in reporting}
+        options = {key: _resolved(value) for key, value in asdict(config).items() if key not in reporting}
         self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
         self.prefix = ""
 
@@ -306,6 +306,9 @@ class Tuning:
             "stopped_early": is_early,
             "chosen": chosen,
         }
+        if self.bundled is not None:
+            rows = (row for _, row in read_jsonl(self.out / "train" / "log.jsonl"))
+            outcome["tau_at_first"] = next(row["decoded"]["tau"] for row in rows if row["kind"] == "eval")
         return {**outcome, "draft_window": window, "draft_vocab_size": drafted}
 
     def measure(self) -> dict[str, Any]:
@@ -371,6 +374,13 @@ class Tuning:
             f"{self.out / 'report.md'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
         )
         return {}
+
+
+def _resolved(value: Any) -> Any:
+    """Return paths that exist as absolute ones, however they are given, and other values as they are."""
+    if isinstance(value, tuple):
+        return [_resolved(own) for own in value]
+    return str(Path(value).resolve()) if isinstance(value, str) and Path(value).exists() else value
 
 
 def batch_tokens(seconds: float, per_token: float, update: float) -> int:

@@ -146,7 +146,7 @@ def drafter_folder(path: Path) -> Path:
         return BUNDLED_DRAFTERS[str(path)]
     if len(path.parts) == 1 and not path.exists():
         raise CheckpointError(
-            f"there is no drafter {path}; give a folder, a GGUF file or one of {', '.join(BUNDLED_DRAFTERS)}"
+            f"there is no file or folder {path}; give one, or a bundled drafter ({', '.join(BUNDLED_DRAFTERS)})"
         )
     inside = path / "drafter"
     return inside if not (path / "config.json").exists() and (inside / "config.json").exists() else path
@@ -229,10 +229,12 @@ def obstacles(config: DrafterConfig, form: Format) -> list[str]:
             f"it has {config.untrained}, which volley reads and does not write; serve the checkpoint it came in"
         )
     elif config.head is not None and not (form in ("speculators", "gguf") and config.head.type in ("markov", "dspark")):
-        others = "" if config.head.type == "residual" else "; speculators and gguf hold it, with --target MODEL"
+        others, hint = "; speculators and gguf hold it, with --target MODEL", ""
+        if config.head.type == "residual":
+            others, hint = "", ". A head trained with --head markov can go to llama.cpp and vLLM"
         found.append(
             f"its sequential head ({config.head.type}) has no place there{others}; --drop-head exports the plain drafter, "
-            "whose acceptance is lower. A head trained with --head markov can go to llama.cpp and vLLM"
+            f"whose acceptance is lower{hint}"
         )
     if form in ("gguf", "transformers") and config.attention_bias:
         found.append(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import weight_files, write_atomically
+from volley.files import read_json, weight_files, write_atomically
 from volley.memory import kernels
 from volley.memory.attention import AttentionOptions
 from volley.models.checkpoints.checkpoint import Checkpoint, DrafterConfig
@@ -30,6 +30,7 @@ from volley.models.drafters.heads import (
     Selector,
     SequentialHead,
 )
+from volley.models.gguf.file import is_gguf
 from volley.models.layers.accelerate import accelerate, release_weight, share
 from volley.models.layers.empty_weights import empty_weights
 from volley.models.layers.fingerprint import sample
@@ -198,6 +199,13 @@ def read_drafter(path: Path | str) -> tuple[Path, Checkpoint]:
     """Read a drafter given by folder or hub name; return its folder and its checkpoint."""
     folder = drafter_folder(drafter_path(path))
     return folder, read_checkpoint(folder)
+
+
+def check_readable(path: Path | str) -> None:
+    """Refuse a drafter that is not there, which takes no time, before its target is loaded."""
+    folder = drafter_folder(drafter_path(path))
+    if not is_gguf(folder):
+        read_json(folder / "config.json")
 
 
 def _release(part: nn.Module, files: MappedFiles) -> None:

@@ -27,6 +27,7 @@ from volley.models.targets.loading import (
 from volley.models.targets.target import TARGET_FILES, Target, load_tokenizer
 from volley.native import TargetWeights
 from volley.params import DiffusionParams, Strategy
+from volley.tensors import dtype_of
 
 SELF_STRATEGY: Strategy = "low_confidence_static"
 """Strategy of self-speculation, which drafts whole canvases."""
@@ -39,7 +40,7 @@ _RENOISED = ("t_min", "t_max", "stability_threshold", "confidence_threshold")
 
 def load_target(
     path: str | Path | Target,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     device: str | torch.device,
     weights: TargetWeights = "auto",
     *,
@@ -53,6 +54,7 @@ def load_target(
     causal LM over the processes of torchrun (:mod:`volley.models.targets.sharded`). With ``drafted``, a target that no drafter
     can serve is refused before its weights are read.
     """
+    dtype = dtype_of(dtype)
     if isinstance(path, Target):
         if weights != "auto" or tensor_parallel:
             raise ConfigError(

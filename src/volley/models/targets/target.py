@@ -46,6 +46,7 @@ from volley.models.targets.rehearsal import made_up
 from volley.models.targets.taps import Taps, decoder_layers
 from volley.models.targets.traits import turns_by_length
 from volley.native import Product, TargetWeights, cap
+from volley.tensors import dtype_of
 
 TARGET_FILES = "config.json, model.safetensors and tokenizer files"
 AttentionCall = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
@@ -407,6 +408,7 @@ class Target:
         On a CPU ``weights`` can be quantised; "auto" keeps the quantised weights of a GGUF file.
         """
         path, device = find_target(path), usable_device(device)
+        dtype = dtype_of(dtype)
         with returning_memory():
             with reading_target(path):
                 kind = choose_weights(path, weights, device, dtype)
