@@ -119,11 +119,11 @@ class Engine:
             drafter = REFERENCE / "drafter"
             if target is not None:
                 drafter = None if drafts or is_plain else bundled_drafter(target)
+        elif isinstance(drafter, str | Path) and drafter != "none":
+            check_readable(drafter)
         drafter = None if drafter == "none" else drafter
         if drafter is None and not drafts:  # raise this error before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
-        if isinstance(drafter, str | Path):
-            check_readable(drafter)
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
         loaded = load_drafter(drafter, target, draft_weights, compiled=config.compile) if drafted else None

@@ -134,21 +134,8 @@ def _diagnose_target(path: Path) -> Diagnosis:
         found.problems.append(str(error))
     except Exception as error:  # transformers raises many kinds for a wrong config
         found.problems.append(f"{path}: the config cannot be read ({error}); fetch the checkpoint again")
-    if not (is_gguf(path) or any((path / name).exists() for name in _TOKENIZERS)):
-        found.problems.append(f"{path} has no tokenizer (tokenizer.json); put the files of the model's tokenizer there")
     found.problems += file_problems(path)
     return found
-
-
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "tekken.json",
-    "spiece.model",
-)
-"""Files of which a model's folder has one."""
 
 
 def _describe_quantisation(quantisation: Quantisation) -> dict[str, str]:

@@ -263,7 +263,7 @@ def _explained(error: HTTPException, request: Request) -> str:
         case 404, _ if why := next((own for begin, own in _NOT_SERVED.items() if path.startswith(begin)), None):
             return f"there is nothing at {path}: {why}"
         case 404, _:
-            paths = [route.path for route in request.app.routes if isinstance(route, APIRoute)]
+            paths = [own.path for own in request.app.routes if isinstance(own, APIRoute) and own.path != "/"]
             return f"there is nothing at {path}; {did_you_mean(path, paths) or '/openapi.json lists the paths'}"
         case 405, _:
             allowed = (error.headers or {}).get("Allow", "")

@@ -159,9 +159,6 @@ def _replace_head(model: nn.Module, weights: Weights, files: MappedFiles | None,
         return set()
     if not hasattr(head, "stored_codes"):  # only its stored codes are read
         fill(head)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    if weights == "int4" and isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
-        weights = "int8"  # four bits of a tied head alone cost as much quality as those of all layers
     _replace(model, head, weights, files)
     return {head}
 

@@ -16,7 +16,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Pattern of a hub name: the owner, mostly, and the model's name."""
 _POINTER = b"version https://git-lfs"
 _PICKLES = "pytorch_model*.bin"
-_TOKENIZERS = ("tokenizer*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
+_TOKENIZERS = ("tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken")
 
 
 def check_config_file(path: str | Path) -> None:
