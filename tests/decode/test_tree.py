@@ -147,10 +147,10 @@ def test_sampled_scores_put_the_race_of_the_target_first() -> None:
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.8, top_p=0.9)
     noise = PositionNoise(5)
-    tree = expand(lattice_of(coupled_logits(logits, params, noise, 10)), 4)
+    tree = expand(lattice_of(coupled_logits(logits, params, noise, range(10, 10 + len(logits)))), 4)
     drawn = race(token_probs(logits, params), noise.exponentials(range(10, 14), 20))
     assert tree.token_ids[0] == drawn[0]
-    wide = expand(lattice_of(coupled_logits(logits, params, noise, 10)), 60)
+    wide = expand(lattice_of(coupled_logits(logits, params, noise, range(10, 10 + len(logits)))), 60)
     assert wide.token_ids[:4] == drawn.tolist()
 
 

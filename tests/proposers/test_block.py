@@ -109,7 +109,7 @@ def test_independent_positions_against_the_drafters_logits(pair: Pair) -> None:
     assert speculative.token_ids == draw(probs, own.noise.uniforms(Purpose.DRAFT, own.length, 4)).tolist()
     assert speculative.draft_probs is not None
     torch.testing.assert_close(speculative.draft_probs, probs)
-    lattice = lattice_of(coupled_logits(rows, own.params, own.noise, own.length))
+    lattice = lattice_of(coupled_logits(rows, own.params, own.noise, range(own.length, own.length + len(rows))))
     assert tree.token_ids == expand(lattice, 6, 0.7).token_ids
     engine.abort(own)
 

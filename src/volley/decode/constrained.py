@@ -124,7 +124,7 @@ def grow_constrained(following: Following, work: Work[Any]) -> Proposal:
         if (found := _row(following, request.anchor, rules, path)) is None:
             return []
         row = _widened(*found, following.vocab_size, -torch.inf)
-        scores, tokens = coupled_logits(row, params, request.noise, request.length + len(path))[0].topk(
+        scores, tokens = coupled_logits(row, params, request.noise, [request.length + len(path)])[0].topk(
             min(CANDIDATES, row.shape[-1])
         )
         costs = -(scores.float() / temperature).log_softmax(dim=-1)

@@ -25,8 +25,8 @@ CANDIDATES = 16
 """Candidates per position; trees of a few dozen nodes hardly ever use a less likely token."""
 
 
-def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise, first: int) -> Tensor:
-    """Change ``logits [k, V]`` of positions from ``first`` on, so that they rank tokens as the target may choose them.
+def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise, positions: Sequence[int]) -> Tensor:
+    """Change ``logits [k, V]`` of ``positions`` (k, or one for all), so that they rank tokens as the target may choose them.
 
     A sampled target draws ``argmax p / e``, and the noise e of each position is known here. So q / e predicts its choice far
     better than q does.
@@ -34,7 +34,7 @@ def coupled_logits(logits: Tensor, params: SamplingParams, noise: PositionNoise,
     if params.temperature == 0:
         return logits
     weights = draft_probs(logits, params)
-    weights /= noise.exponentials(range(first, first + len(logits)), logits.shape[-1], weights.device)
+    weights /= noise.exponentials(positions, logits.shape[-1], weights.device)
     return weights.log_() * (draft_temperature(params) or 1.0)
 
 

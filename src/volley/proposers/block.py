@@ -211,15 +211,12 @@ def _with_noise(works: Works, logits: Tensor) -> Tensor:
     """Return ``logits [Σ k, V]``; those of trees are coupled with the noise that the target will use."""
     if all(work.spec.shape is not Shape.TREE for work in works):
         return logits
-    parts = zip(works, torch.split(logits, sizes_of(works)), strict=True)
-    return torch.cat(
-        [
-            coupled_logits(rows, work.request.params, work.request.noise, work.request.length)
-            if work.spec.shape is Shape.TREE
-            else rows
-            for work, rows in parts
-        ]
-    )
+    found = list[Tensor]()
+    for work, rows in zip(works, torch.split(logits, sizes_of(works)), strict=True):
+        own, places = work.request, range(work.request.length, work.request.length + len(rows))
+        is_tree = work.spec.shape is Shape.TREE
+        found.append(coupled_logits(rows, own.params, own.noise, places) if is_tree else rows)
+    return torch.cat(found)
 
 
 def _draw(request: Drafted, logits: Tensor) -> Tensor:

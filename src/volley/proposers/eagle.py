@@ -61,11 +61,7 @@ class _Tree:
         request, spec = self.work.request, self.work.spec
         if request.rules:
             logits = apply_rules(request.rules, logits, [()] * len(logits))
-        position = request.length + self.level
-        if request.params.temperature:
-            logits = torch.cat(
-                [coupled_logits(row, request.params, request.noise, position) for row in torch.split(logits, 1)]
-            )
+        logits = coupled_logits(logits, request.params, request.noise, [request.length + self.level])
         best = logits.float().topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
         costs = -(best.values / (draft_temperature(request.params) or 1.0)).log_softmax(dim=-1)
         known = len(self.nodes)
