@@ -310,12 +310,7 @@ class LayerRotary(NamedTuple):
 
 
 PLAIN = LayerRotary(None, is_half=False)
-_STATIC = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-)  # types of rotary embeddings that do not depend on the longest position
+_STATIC = ("default", "linear", "llama3", "yarn")  # rotary embeddings that do not depend on the longest position
 
 
 def turns_of(rotary: Any, kind: str | None, states: Tensor, positions: Tensor) -> Cosines:
