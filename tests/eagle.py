@@ -116,10 +116,11 @@ def dense_logits(
     states = tapped @ weights["fc.weight"].T
     table = weights.get("embed_tokens.weight", hf.get_input_embeddings().weight)
     tokens = list(text[1:])
-    for token in [*path, None]:
-        own = layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
+    own = layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
+    for token in path:
         back = _norm(own, weights["norm.weight"]) if switches.get("norm_output") else own
-        states, tokens = torch.cat([states, back[-1:]]), [*tokens, token or 0]
+        states, tokens = torch.cat([states, back[-1:]]), [*tokens, token]
+        own = layer(weights, embedding(torch.tensor(tokens), table), states, **switches)
     return _norm(own, weights["norm.weight"])[-1] @ weights["lm_head.weight"].T
 
 

@@ -120,6 +120,13 @@ def weight_files(path: Path) -> list[Path]:
     return sorted({path / str(name) for name in names.values()})
 
 
+def absolute(value: Any) -> Any:
+    """Return the name of a file or folder that is there as an absolute path, and any other value as it is; lists item by item."""
+    if isinstance(value, list | tuple):
+        return [absolute(own) for own in value]
+    return str(Path(value).resolve()) if isinstance(value, str) and Path(value).exists() else value
+
+
 def make_folder(path: Path) -> None:
     """Create the folder ``path``, and raise an error at once, not after the work, if it is not writable."""
     try:

@@ -48,6 +48,15 @@ def drafting(pair: Pair, folder: Path, **options: Any) -> Engine:
     return Engine(pair.target, drafter, **{"policy": "fixed", "page_size": 4, "num_pages": 200, **options})
 
 
+def check_kept_drafts(engine: Engine) -> None:
+    """Assert that greedy answers are the target's, with drafts that were kept."""
+    results = run(engine)
+    assert [result.token_ids for result in results] == expected()
+    lengths = [length for result in results for length in result.stats.accepted_lengths]
+    assert sum(lengths) / len(lengths) > 1.5, "drafts must have been kept for this to mean anything"
+    assert [result.token_ids for result in run(engine)] == expected(), "with prefixes in the cache"
+
+
 class Watched(Proposer):
     """Notes what another proposer drafts after each text."""
 
@@ -191,11 +200,7 @@ def test_greedy_answers_are_the_targets(
     engine = drafting(pair, eagle.checkpoint(tmp_path), **options)
     assert isinstance(engine.core.draft_model, EagleModel)
     engine.core.proposer = Knowing(engine.core.draft_model, engine.config)
-    results = run(engine)
-    assert [result.token_ids for result in results] == expected()
-    lengths = [length for result in results for length in result.stats.accepted_lengths]
-    assert sum(lengths) / len(lengths) > 1.5, "drafts must have been kept for this to mean anything"
-    assert [result.token_ids for result in run(engine)] == expected(), "with prefixes in the cache"
+    check_kept_drafts(engine)
 
 
 @pytest.mark.slow
@@ -230,11 +235,7 @@ def test_greedy_answers_of_trees_are_the_targets(
         add(self, logits, states)
 
     monkeypatch.setattr(_Tree, "add", knowing)
-    results = run(engine)
-    assert [result.token_ids for result in results] == expected()
-    lengths = [length for result in results for length in result.stats.accepted_lengths]
-    assert sum(lengths) / len(lengths) > 1.5, "drafts must have been kept for this to mean anything"
-    assert [result.token_ids for result in run(engine)] == expected(), "with prefixes in the cache"
+    check_kept_drafts(engine)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from volley.train.state import check_same_run, describe
 
 def test_files_may_be_named_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("t", "rows.jsonl", "e.jsonl"):
+        (tmp_path / name).touch()
     saved = {
         "options": describe(TrainConfig(target="t", data=("rows.jsonl",), out="o", eval_data="e.jsonl")),
         "facts": {},

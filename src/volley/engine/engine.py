@@ -28,7 +28,7 @@ from volley.files import REFERENCE
 from volley.memory.batch import RaggedBatch, Segment
 from volley.memory.kv_cache import BlockTable
 from volley.models.drafters.draft_model import bundled_drafter, load_drafter
-from volley.models.drafters.drafter import Drafter, check_readable
+from volley.models.drafters.drafter import Drafter, find_drafter
 from volley.models.targets.diffusion import load_target
 from volley.models.targets.target import Target
 from volley.native import TargetWeights, WantedDraftWeights
@@ -115,18 +115,18 @@ class Engine:
         config, _ = split_options(own, options.get("config"), options.get("capacity"))
         drafts = options.get("proposer") is not None
         is_plain = config.policy == "plain" or config.fixed_block == 1
-        if drafter is _BUNDLED:
+        if is_ours := drafter is _BUNDLED:
             drafter = REFERENCE / "drafter"
             if target is not None:
                 drafter = None if drafts or is_plain else bundled_drafter(target)
-        elif isinstance(drafter, str | Path) and drafter != "none":
-            check_readable(drafter)
         drafter = None if drafter == "none" else drafter
+        is_named = isinstance(drafter, str | Path) and not is_ours
+        place = find_drafter(drafter) if is_named else drafter  # raise its error before the target is loaded
         if drafter is None and not drafts:  # raise this error before the target is loaded
             check_undrafted([*read_by_drafters(config), *["draft_weights"] * (draft_weights != "auto")])
         target, drafted = target or REFERENCE / "target", drafter is not None
         target = load_target(target, dtype, device, weights, tensor_parallel=tensor_parallel, drafted=drafted)
-        loaded = load_drafter(drafter, target, draft_weights, compiled=config.compile) if drafted else None
+        loaded = load_drafter(place, target, draft_weights, compiled=config.compile) if drafted else None
         engine = cls(target, loaded, **options)
         engine.drafter_source = None if drafter is None or isinstance(drafter, Drafter) else (drafter, draft_weights)
         report_memory(engine.core)

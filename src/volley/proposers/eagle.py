@@ -98,9 +98,8 @@ class EagleProposer(ChainProposer):
 
     def propose(self, works: Works, *, with_confidence: bool) -> float:
         for work in works:
-            spec = work.spec
-            if spec.shape is Shape.TREE and constraints(work.request.rules):  # a constraint is walked token by token
-                work.spec = replace(spec, shape=Shape.CHAIN).cut(spec.positions)
+            if work.spec.shape is Shape.TREE and constraints(work.request.rules):  # they allow one token after another
+                work.spec = replace(work.spec, shape=Shape.CHAIN).cut(work.spec.positions)
         self._grow([work for work in works if work.spec.shape is Shape.TREE])
         chains = [work for work in works if work.spec.shape is not Shape.TREE]
         return super().propose(chains, with_confidence=with_confidence) if chains else 0.0

@@ -1,6 +1,5 @@
 """Save and load the state of a run, from which a killed run continues to the same weights, bit for bit."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from volley.errors import CheckpointError, ConfigError
-from volley.files import replaced
+from volley.files import absolute, replaced
 from volley.train.options import PATH_OPTIONS, REPORTING_OPTIONS, TrainConfig
 from volley.train.parallel import Ranks
 
@@ -104,19 +103,12 @@ def describe(config: TrainConfig) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()}
 
 
-def _same_files(key: str, before: Any, now: Any) -> bool:
-    """Return whether an option names the same files in another way."""
-    if key not in PATH_OPTIONS or before is None or now is None:
-        return False
-    first, second = ([own] if isinstance(own, str) else own for own in (before, now))
-    return [*map(os.path.realpath, first)] == [*map(os.path.realpath, second)]
-
-
 def check_same_run(path: Path, saved: Mapping[str, Any], options: Mapping[str, Any], facts: Mapping[str, str]) -> None:
     """Refuse to continue a run whose options, target or data have changed."""
     for key, value in options.items():
         before = saved["options"].get(key)
-        if key not in REPORTING_OPTIONS and key != "out" and not (before == value or _same_files(key, before, value)):
+        is_same = absolute(before) == absolute(value) if key in PATH_OPTIONS else before == value
+        if key not in REPORTING_OPTIONS and key != "out" and not is_same:
             raise ConfigError(
                 f"{path} was written with {key} = {before!r}, this run has {value!r}; "
                 "give the same value to go on, or another --out to start over"

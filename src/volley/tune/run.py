@@ -15,7 +15,7 @@ from volley.certify.options import CertifyConfig
 from volley.engine.capacity import beside_others
 from volley.engine.engine import Engine
 from volley.errors import ConfigError, VolleyError, WriteError
-from volley.files import PUBLISHED_DRAFTERS, make_folder, published_drafter, read_json, write_atomically
+from volley.files import PUBLISHED_DRAFTERS, absolute, make_folder, published_drafter, read_json, write_atomically
 from volley.memory.device import give_back, usable_device
 from volley.models.checkpoints.formats import Format
 from volley.models.drafters.export import export
@@ -101,8 +101,9 @@ class Tuning:
     def __init__(self, config: TuneConfig, say: Callable[[str], None]) -> None:
         self.config, self.out, self._say = config, config.out, say
         self.drafter = config.out / "drafter"
-        reporting = {"threads", "out"}
-        options = {key: _resolved(value) for key, value in asdict(config).items() if key not in reporting}
+        reporting, files = {"threads", "out"}, {"target", "prompts", "data"}
+        given = {key: value for key, value in asdict(config).items() if key not in reporting}
+        options = {key: absolute(value) if key in files else value for key, value in given.items()}
         self.progress = Milestones(config.out, {**options, "what the files hold": digests(config)})
         self.prefix = ""
 
@@ -150,12 +151,10 @@ class Tuning:
         """Name of the bundled drafter from which the training begins: one for a target of this shape, if there is one."""
         text = read_config(self.config.target).get_text_config()
         name = published_drafter(text.hidden_size, text.vocab_size, text.num_hidden_layers)
-        if name is None or self.config.block_size in (None, self._of_bundled(name)["block_size"]):
+        if name is None or self.config.block_size is None:
             return name
-        return None
-
-    def _of_bundled(self, name: str) -> dict[str, Any]:
-        return read_json(PUBLISHED_DRAFTERS[name] / "config.json")
+        size = read_json(PUBLISHED_DRAFTERS[name] / "config.json")["block_size"]
+        return name if size == self.config.block_size else None
 
     @cached_property
     def base(self) -> TrainConfig:
@@ -216,8 +215,8 @@ class Tuning:
         """
         taps, block = preset_for(self.frozen.text_config).taps, self.config.block_size or BLOCK
         if self.bundled is not None:
-            known = self._of_bundled(self.bundled)
-            taps, block = tuple(known["dflash_config"]["target_layer_ids"]), known["block_size"]
+            begun = read_json(PUBLISHED_DRAFTERS[self.bundled] / "config.json")
+            taps, block = tuple(begun["dflash_config"]["target_layer_ids"]), begun["block_size"]
         features = RememberedFeatures(self.frozen, taps, with_final=False)
         order = plan_epoch(data.lengths, filled(self.base.tokens_per_batch), self.base.seed, 0)
         documents = [*data.held_out, *(data.documents[index] for batch in order for index in batch)]
@@ -231,8 +230,8 @@ class Tuning:
             features.read(together)
             count += len(together)
         anchors = ANCHORS
-        num_known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
-        if num_known >= MOST_READ * len(data.documents):
+        known = sum(bool(self.frozen.remembered.of(document)) for document in data.documents)
+        if known >= MOST_READ * len(data.documents):
             answered = sum(len(document) - document.response_start for document in data.documents)
             anchors = min(ANCHORS, max(1, round(answered / len(data.documents) / block)))
         return anchors
@@ -374,13 +373,6 @@ class Tuning:
             f"{self.out / 'report.md'}; use it: Engine.from_pretrained({self.config.target!r}, drafter={str(self.out)!r})"
         )
         return {}
-
-
-def _resolved(value: Any) -> Any:
-    """Return paths that exist as absolute ones, however they are given, and other values as they are."""
-    if isinstance(value, tuple):
-        return [_resolved(own) for own in value]
-    return str(Path(value).resolve()) if isinstance(value, str) and Path(value).exists() else value
 
 
 def batch_tokens(seconds: float, per_token: float, update: float) -> int:

@@ -201,11 +201,12 @@ def read_drafter(path: Path | str) -> tuple[Path, Checkpoint]:
     return folder, read_checkpoint(folder)
 
 
-def check_readable(path: Path | str) -> None:
-    """Refuse a drafter that is not there, which takes no time, before its target is loaded."""
+def find_drafter(path: Path | str) -> Path:
+    """Return the folder or file of a drafter, without reading its weights; refuse one that is not there."""
     folder = drafter_folder(drafter_path(path))
     if not is_gguf(folder):
         read_json(folder / "config.json")
+    return folder
 
 
 def _release(part: nn.Module, files: MappedFiles) -> None:

@@ -193,8 +193,8 @@ class Target:
         self.stop_token_ids = _stop_token_ids(model.generation_config, model.config, tokenizer)
         self._ends = Ends.of(text)
         self.fused: FusedDecoder | None = None
-        self._cosines: dict[str | None, CosineTable] = {}
         """All layers in one call, if they are fused and nothing is computed between them; used with supported K/V pools."""
+        self._cosines: dict[str | None, CosineTable] = {}  # by type of layer
         self._attach()
         self.kv_shapes, self.recurrent = self._probe()
         fused = FusedDecoder.of_layers(list(decoder_layers(model)))
